@@ -1,0 +1,1 @@
+"""Where to train: the YAML of a site. Reading order: schema → load."""

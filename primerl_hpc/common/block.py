@@ -1,0 +1,34 @@
+"""The base of every YAML block: frozen, unknown keys refused, no silent coercion of types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Block(BaseModel):
+    """One YAML block. A field's meaning is the docstring under it; `explain` and `schema` print it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+Int = Annotated[int, Field(strict=True)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+NonNegativeInt = Annotated[int, Field(strict=True, ge=0)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+Bool = Annotated[bool, Field(strict=True)]
+Auto = Literal["auto"]
+Scalar = str | Bool | Int | Float | None
+
+
+def default_type(name: str) -> BeforeValidator:
+    """For unions told apart by ``type``: a block that does not say its type is a ``name``."""
+
+    def add(value: Any) -> Any:
+        return {"type": name, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(add)

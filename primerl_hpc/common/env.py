@@ -1,0 +1,86 @@
+"""Every environment variable the project reads or writes for itself. No other module reads os.environ for these.
+
+Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
+(where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
+levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+RUN_DIR = "PRIMERL_RUN_DIR"  # set for every process of a run
+PROCESS = "PRIMERL_PROCESS"  # its name, e.g. inference-0
+PHASE = "PRIMERL_PHASE"
+ATTEMPT = "PRIMERL_ATTEMPT"
+INCARNATION = "PRIMERL_INCARNATION"  # counts restarts of one process inside an attempt
+ENGINE_API_KEY = (
+    "PRIMERL_ENGINE_API_KEY"  # only ever set for child processes, never written to a file but the 0600 one
+)
+
+HOME = "PRIMERL_HOME"
+RUNS_DIR = "PRIMERL_RUNS_DIR"
+PROFILE = "PRIMERL_PROFILE"
+DEBUG = "PRIMERL_DEBUG"
+
+RESERVED = frozenset(
+    {RUN_DIR, PROCESS, PHASE, ATTEMPT, INCARNATION, ENGINE_API_KEY, HOME, RUNS_DIR, PROFILE, DEBUG}
+)
+
+
+def recipe_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """``PRIMERL_OPTIMIZER__LR=1e-5`` → ``{"optimizer.lr": "1e-5"}``; the variables above are not overrides."""
+    environ = os.environ if environ is None else environ
+    return {
+        name.removeprefix("PRIMERL_").lower().replace("__", "."): value
+        for name, value in sorted(environ.items())
+        if name.startswith("PRIMERL_") and name not in RESERVED
+    }
+
+
+def state_home() -> Path:
+    """Folder for the registry of runs, the user's own recipes, profiles and templates. Not created here."""
+    if home := os.environ.get(HOME):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "primerl-hpc"
+
+
+def runs_dir() -> Path:
+    return Path(os.environ.get(RUNS_DIR) or "runs").expanduser()
+
+
+def default_profile() -> str | None:
+    return os.environ.get(PROFILE) or None
+
+
+def is_debug() -> bool:
+    return os.environ.get(DEBUG, "") not in ("", "0", "false")
+
+
+def attempt() -> int:
+    return int(os.environ.get(ATTEMPT, "1"))
+
+
+def incarnation() -> int:
+    return int(os.environ.get(INCARNATION, "0"))
+
+
+def process() -> str:
+    return os.environ.get(PROCESS, "")
+
+
+def engine_api_key() -> str | None:
+    return os.environ.get(ENGINE_API_KEY) or None
+
+
+def set_engine_api_key(key: str) -> None:
+    """For clients inside this process that name their key by its variable (verifiers does)."""
+    os.environ[ENGINE_API_KEY] = key
+
+
+def slurm_node_rank() -> int:
+    """Index of this node within its SLURM step; 0 outside SLURM."""
+    return int(os.environ.get("SLURM_NODEID", "0"))

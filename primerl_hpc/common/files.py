@@ -1,0 +1,161 @@
+"""Files that other processes may read at any moment, on filesystems that lag.
+
+A file is written beside its name, fsynced and renamed, so a reader sees all of it or none. A directory is complete
+when its marker exists, and the marker is written last. Appends are one ``write`` of one line by one writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from primerl_hpc.common.errors import DataError, TimeoutWaitingError
+
+T = TypeVar("T")
+
+
+def fsync_dir(path: Path) -> None:
+    """Make a rename or create inside ``path`` durable. Filesystems that cannot fsync a directory are forgiven."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write ``data`` so that ``path`` is the old file or the new one, never a part.
+
+    Raises OSError (no space, quota, permissions) with the old file untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_dir(path.parent)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
+    write_bytes(path, text.encode(), mode=mode)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    """Deterministic JSON: same value, same bytes."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=False, ensure_ascii=False) + "\n", mode=mode)
+
+
+def read_json(path: Path) -> Any:
+    """Parsed content, or DataError naming the file when it is not JSON. FileNotFoundError passes through."""
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON ({error})", place=str(path)) from error
+
+
+def read_json_or_none(path: Path) -> Any | None:
+    """For files that come and go while we look."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, NotADirectoryError, DataError):
+        return None
+
+
+def append_line(path: Path, line: str) -> None:
+    """One atomic append on a local filesystem; on NFS one writer per file keeps it whole.
+
+    A half-written last line (its writer was killed) is closed first, so that it spoils itself only.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        os.write(fd, (("\n" if torn else "") + line.rstrip("\n") + "\n").encode())
+    finally:
+        os.close(fd)
+
+
+def append_json(path: Path, value: dict[str, Any]) -> None:
+    append_line(path, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file that is being written: a torn line is left out; a missing file has no rows."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(json.JSONDecodeError):
+                    row = json.loads(line)
+                    if isinstance(row, dict):
+                        yield row
+    except FileNotFoundError:
+        return
+
+
+def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
+    """True when this call made the file; False when it was there. The one primitive for mutual exclusion."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def is_there(path: Path) -> bool:
+    """Existence as a network filesystem's server knows it: listing the folder refreshes a cached 'no such file'."""
+    if path.exists():
+        return True
+    try:
+        os.listdir(path.parent)
+    except OSError:
+        return False
+    return path.exists()
+
+
+def wait_until(
+    look: Callable[[], T | None], *, what: str, timeout_s: float, poll_s: float = 0.1, poll_max_s: float = 1.0
+) -> T:
+    """The first result of ``look`` that is not None or False, polled with growing pauses.
+
+    Raises TimeoutWaitingError naming ``what`` after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if (found := look()) is not None and found is not False:
+            return found
+        if time.monotonic() >= deadline:
+            raise TimeoutWaitingError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(poll_s)
+        poll_s = min(poll_s * 1.3, poll_max_s)
+
+
+def crc32_of_file(path: Path, chunk_bytes: int = 1 << 22) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(chunk_bytes):
+            value = zlib.crc32(chunk, value)
+    return value

@@ -1,0 +1,47 @@
+"""Where a process of a run listens: an address its peers can reach, and a port that it keeps over restarts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from primerl_hpc.common.files import read_json_or_none, write_json
+
+
+def listen_host(num_nodes: int) -> str:
+    """Loopback when the run has one node; else this node's address towards its cluster."""
+    if num_nodes <= 1:
+        return "127.0.0.1"
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        return address
+    # some sites name the host 127.0.1.1 in /etc/hosts: ask the routing table instead (nothing is sent)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))
+        return str(probe.getsockname()[0])
+
+
+def bind_listener(host: str, memory: Path) -> socket.socket:
+    """A bound TCP socket on the port that ``memory`` remembers, or on any free one, which is remembered.
+
+    ``memory``: ``run.last_port(process)``.
+    """
+    remembered = read_json_or_none(memory) or {}
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port = remembered.get("port", 0) if remembered.get("host") == host else 0
+    try:
+        listener.bind((host, port))
+    except OSError:  # taken by somebody else meanwhile
+        listener.close()
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+    write_json(memory, {"host": host, "port": listener.getsockname()[1]})
+    return listener
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on now, for a child that can only be told a number; it must be asked whether it got it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,41 @@
+"""metrics/<role>.jsonl: one object per step, one writer per file. Keys are the metric names of the field.
+
+    writer = MetricsWriter(run_dir.metrics("trainer"))
+    writer.write(step=3, metrics={"loss/mean": 0.12, "perf/throughput": 8123.0})
+
+A resumed run appends; a reader that wants one row per step takes the last one written (`read_steps`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common import env
+from primerl_hpc.common.files import append_json, read_jsonl
+
+
+class MetricsWriter:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """NaN and infinities are written as strings, because JSON has no word for them."""
+        clean = {name: _plain(value) for name, value in metrics.items()}
+        append_json(
+            self.path, {"step": step, "time": round(time.time(), 3), "attempt": env.attempt(), **clean}
+        )
+
+
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """Last row per step, in order of steps. Rows written after a resume replace the ones they repeat."""
+    rows = {row["step"]: row for row in read_jsonl(path) if isinstance(row.get("step"), int)}
+    return dict(sorted(rows.items()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value

@@ -1,0 +1,134 @@
+"""What SLURM says about jobs: states in its words, and the two text questions everything here asks it.
+
+Text with explicit fields and a separator nobody types reads the same on every version. JSON does not: 22.05 ignores the
+filters of ``squeue --json`` and reports exit code 0 for failed jobs in ``sacct --json``; states and numbers changed
+shape in 23.02, 23.11 and 24.11. `squeue` decides while it knows a job (sacct lags and calls a running job PENDING for
+seconds); after that, sacct.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from primerl_hpc.common.errors import SchedulerError
+
+SEPARATOR = "\x1f"
+SQUEUE_FIELDS = "%i %T %r %S %N"
+SACCT_FIELDS = "JobID,State,ExitCode,Start,NodeList,Reason"
+COMMAND_TIMEOUT_S = 30.0
+
+ENDED = frozenset(
+    (
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    )
+)
+WAITING = frozenset(
+    ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
+)
+
+
+@dataclass(frozen=True)
+class JobFact:
+    job_id: str
+    state: str
+    """SLURM's own word, without ``by UID``: RUNNING, NODE_FAIL, …"""
+    reason: str = ""
+    exit_code: int | None = None
+    """Of the batch process; None while it runs, and where only squeue told."""
+    start: str = ""
+    """ISO time: when it started, or SLURM's estimate."""
+    nodes: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+
+def squeue_command(jobs: Iterable[str]) -> list[str]:
+    fields = SQUEUE_FIELDS.replace(" ", SEPARATOR)
+    return ["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={fields}"]
+
+
+def sacct_command(jobs: Iterable[str]) -> list[str]:
+    listing = ["sacct", "--noheader", "--allocations", "--parsable2", f"--delimiter={SEPARATOR}"]
+    return [*listing, f"--jobs={','.join(jobs)}", f"--format={SACCT_FIELDS}"]
+
+
+def parse_squeue(text: str) -> dict[str, JobFact]:
+    """Jobs by id. A line that does not have the asked fields is skipped: a site's wrapper may print banners."""
+    facts = {}
+    for fields in _rows(text, 5):
+        job, state, reason, start, nodes = fields
+        facts[job] = JobFact(job, state, _said(reason), None, _said(start), _said(nodes))
+    return facts
+
+
+def parse_sacct(text: str) -> dict[str, JobFact]:
+    """Jobs by id; of a requeued job sacct tells the last life."""
+    facts = {}
+    for job, state, exit_code, start, nodes, reason in _rows(text, 6):
+        code = exit_code.partition(":")[0]
+        facts[job] = JobFact(
+            job,
+            state.split(" ")[0].rstrip("+"),
+            _said(reason),
+            int(code) if code.isdigit() else None,
+            _said(start),
+            _said(nodes),
+        )
+    return facts
+
+
+def _rows(text: str, width: int) -> list[list[str]]:
+    rows = [line.strip(" ").split(SEPARATOR) for line in text.splitlines()]
+    return [row for row in rows if len(row) == width]
+
+
+def _said(word: str) -> str:
+    return "" if word in ("None", "N/A", "(null)", "Unknown", "None assigned") else word
+
+
+def ask(command: list[str]) -> str:
+    """Output of a SLURM query.
+
+    Raises SchedulerError when SLURM is not here or does not answer. A job it does not know is no error.
+    """
+    if shutil.which(command[0]) is None:
+        raise SchedulerError(
+            f"{command[0]} is not on this machine", mend="look from a login node of the cluster"
+        )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        words = done.stderr.strip().splitlines()
+        raise SchedulerError(f"{command[0]}: {words[-1] if words else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def is_job_over(job_id: str) -> bool:
+    """Whether SLURM knows that this job runs no more and will not again. False when it does not answer."""
+    try:
+        fact = parse_squeue(ask(squeue_command([job_id]))).get(job_id)
+    except SchedulerError:
+        return False
+    return fact is None or fact.has_ended

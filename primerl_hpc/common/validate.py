@@ -1,0 +1,168 @@
+"""From a `Document` to a frozen block, or one sentence: file, line, key, what is wrong, nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.yamldoc import Document, dotted
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def validate(block: type[B], document: Document) -> B:
+    """Raises ConfigError for the first fault in file order (more faults are counted in the sentence)."""
+    try:
+        return block.model_validate(document.values)
+    except ValidationError as error:
+        raise _first_fault(block, document, error.errors()) from None
+
+
+def _first_fault(block: type[BaseModel], document: Document, faults: list[ErrorDetails]) -> ConfigError:
+    described = [_describe(block, document, fault) for fault in _merge_union_branches(block, faults)]
+    described.sort(key=lambda fault: _line_number(fault.place))
+    first = described[0]
+    if len(described) > 1:
+        first.cause += f" (and {len(described) - 1} more)"
+    return first
+
+
+def _line_number(place: str) -> tuple[str, int]:
+    name, _, line = place.rpartition(":")
+    return (name, int(line)) if line.isdigit() else (place, 0)
+
+
+def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A union reports a fault per branch; keep one per key, with the expectations joined."""
+    kept: dict[str, ErrorDetails] = {}
+    for fault in faults:
+        path = yaml_path(block, fault["loc"])
+        known = kept.get(dotted(path))
+        if known is None:
+            kept[dotted(path)] = dict(fault)  # type: ignore[assignment]
+        elif known["msg"] != fault["msg"]:
+            known["msg"] += " or " + fault["msg"].removeprefix("Input should be ")
+    return list(kept.values())
+
+
+def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -> ConfigError:
+    path = yaml_path(block, fault["loc"])
+    key = dotted(path)
+    place = document.place(path)
+    if fault["type"] == "extra_forbidden":
+        owner = block_at(block, path[:-1])
+        near = nearest(str(path[-1]), list(owner.model_fields)) if owner else None
+        everywhere = nearest_path(block, str(path[-1])) if near is None else None
+        if near:
+            mend = f"did you mean '{dotted((*path[:-1], near))}'?"
+        elif everywhere:
+            mend = f"did you mean '{everywhere}'?"
+        else:
+            mend = f"known here: {', '.join(owner.model_fields)}" if owner else ""
+        return ConfigError(f"unknown key '{key}'", place=place, mend=mend)
+    if fault["type"] == "missing":
+        return ConfigError(f"key '{key}' is missing", place=place)
+    message = fault["msg"].removeprefix("Value error, ")
+    if not path:
+        return ConfigError(message, place=place)
+    message = message.replace("Input should be ", "must be ").replace("input should be ", "")
+    value = fault.get("input")
+    got = "" if isinstance(value, dict | list) else f", not {value!r}"
+    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        message, got = "must be a mapping", f", not {value!r}"
+    if fault["type"] == "union_tag_invalid":
+        context = fault.get("ctx", {})
+        key, message = (
+            f"{key}.type",
+            f"must be one of {context.get('expected_tags')}, not {context.get('tag')!r}",
+        )
+        got = ""
+    return ConfigError(f"{key}: {message}{got if 'must be' in message else ''}", place=place)
+
+
+def yaml_path(block: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """pydantic's location without the names of union branches (``loss.dppo.mask_low`` → ``loss.mask_low``)."""
+    path: list[str | int] = []
+    current: list[Any] = [block]
+    for part in loc:
+        if isinstance(part, int):
+            path.append(part)
+            continue
+        owners = [each for each in current if _is_block(each)]
+        fields = [each.model_fields[part].annotation for each in owners if part in each.model_fields]
+        if fields:
+            path.append(part)
+            current = [each for annotation in fields for each in unfold(annotation)]
+        elif any(_is_branch(each, part) for each in current):
+            current = [each for each in current if _is_branch(each, part)] or current
+        elif owners or dict in current:
+            path.append(part)  # an unknown key of a block, or a key of a free mapping
+            current = []
+    return tuple(path)
+
+
+def _is_branch(candidate: Any, name: str) -> bool:
+    if _is_block(candidate):
+        tag = candidate.model_fields.get("type")
+        return candidate.__name__ == name or (tag is not None and tag.default == name)
+    return not name.isidentifier() or name in ("int", "float", "bool", "str", "constrained-int")
+
+
+def _is_block(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
+
+
+def unfold(annotation: Any) -> list[Any]:
+    """Every type an annotation may hold: the branches of unions, the items of tuples, annotated types plain."""
+    args = get_args(annotation)
+    if getattr(annotation, "__origin__", None) is dict:
+        return [dict]
+    if not args:
+        return [annotation]
+    return [each for arg in args if arg is not Ellipsis for each in unfold(arg)]
+
+
+def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The block whose keys live under ``path``; of a union the one with most keys; None for free mappings."""
+    current: list[Any] = [block]
+    for part in path:
+        if isinstance(part, int) or str(part).isdigit():
+            continue
+        current = [
+            each
+            for owner in current
+            if _is_block(owner) and part in owner.model_fields
+            for each in unfold(owner.model_fields[str(part)].annotation)
+        ]
+    blocks = [each for each in current if _is_block(each)]
+    return max(blocks, key=lambda each: len(each.model_fields), default=None)
+
+
+def nearest(word: str, known: list[str]) -> str | None:
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def nearest_path(block: type[BaseModel], word: str) -> str | None:
+    """A key of that name, or nearly, anywhere in the tree: for settings written one level too high or low."""
+    paths = all_paths(block)
+    by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
+    found = nearest(word, list(by_name))
+    return by_name[found] if found else None
+
+
+def all_paths(block: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted paths of every key, blocks inside lists as ``a.b`` without index."""
+    paths: list[str] = []
+    for name, field in block.model_fields.items():
+        path = f"{prefix}{name}"
+        if path not in paths:
+            paths.append(path)
+        for each in unfold(field.annotation):
+            if _is_block(each):
+                paths += [p for p in all_paths(each, f"{path}.") if p not in paths]
+    return paths

@@ -1,0 +1,141 @@
+"""YAML files that remember where each value came from, so that an error can name file, line and key.
+
+    doc = load_yaml(Path("recipe.yaml"))
+    doc.values["optimizer"]["lr"], doc.origins["optimizer.lr"]      # 1e-05, Origin('recipe.yaml:7')
+
+Documents are laid over each other with `Document.overlay`: mappings merge, anything else replaces. A value of
+``null`` replaces too, so an inherited block can be switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from primerl_hpc.common.errors import ConfigError, NotFoundError
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads ``3e-6`` as a number (YAML 1.2), as everybody who writes a learning rate expects."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+@dataclass
+class Document:
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted path → ``file:line``, or ``PRIMERL_X``, or ``--set``. List items are ``a.0.b``."""
+
+    def overlay(self, above: Document) -> Document:
+        """This document with ``above`` laid over it."""
+        origins = dict(self.origins)
+        values = _merge(self.values, above.values, (), origins)
+        origins.update(above.origins)
+        return Document(values, origins)
+
+    def place(self, path: tuple[str | int, ...]) -> str:
+        """Where the value at ``path``, or the nearest block around it, was written; empty when nowhere."""
+        for end in range(len(path), 0, -1):
+            if origin := self.origins.get(dotted(path[:end])):
+                return origin
+        return self.origins.get("", "")
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def load_yaml(path: Path, *, shown_as: str | None = None) -> Document:
+    """Raises NotFoundError (no file), ConfigError (not YAML, not a mapping, a key twice)."""
+    name = shown_as or str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise NotFoundError(f"no such file: {name}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not a UTF-8 text file ({error.reason})", place=name) from None
+    except PermissionError:
+        raise NotFoundError(f"not readable: {name}") from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        document = Document(origins={"": name})
+        if node is None:
+            return document
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(
+                "must be a mapping of keys to values", place=f"{name}:{node.start_mark.line + 1}"
+            )
+        _note_origins(node, (), name, document.origins)
+        document.values = loader.construct_document(node)
+        return document
+    except yaml.MarkedYAMLError as error:
+        line = (error.problem_mark.line + 1) if error.problem_mark else 1
+        raise ConfigError(f"YAML error: {error.problem}", place=f"{name}:{line}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"YAML error: {error}", place=name) from None
+    finally:
+        loader.dispose()
+
+
+def parse_value(text: str) -> Any:
+    """A value as it would be read in YAML: ``1e-5`` a number, ``true`` a boolean, ``[a, b]`` a list."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError:
+        return text
+    finally:
+        loader.dispose()
+
+
+def from_override(path: str, text: str, origin: str) -> Document:
+    """A document with one value: ``optimizer.lr``, ``1e-5`` → ``{optimizer: {lr: 1e-5}}``."""
+    parts = path.split(".")
+    value: Any = parse_value(text)
+    for part in reversed(parts):
+        value = {part: value}
+    origins = {".".join(parts[:end]): origin for end in range(1, len(parts) + 1)}
+    return Document(value, origins)
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False)
+
+
+def _merge(
+    low: dict[str, Any], high: dict[str, Any], path: tuple[str, ...], origins: dict[str, str]
+) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        here = (*path, str(key))
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value, here, origins)
+            continue
+        merged[key] = value
+        for stale in [each for each in origins if each.startswith(dotted(here) + ".")]:
+            del origins[stale]
+    return merged
+
+
+def _note_origins(node: yaml.Node, path: tuple[str | int, ...], name: str, origins: dict[str, str]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, key.value)
+            origin = f"{name}:{key.start_mark.line + 1}"
+            if origins.get(dotted(here), "").startswith(f"{name}:"):
+                raise ConfigError(f"key '{dotted(here)}' is written twice", place=origin)
+            origins[dotted(here)] = origin
+            _note_origins(value, here, name, origins)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            origins[dotted((*path, index))] = f"{name}:{value.start_mark.line + 1}"
+            _note_origins(value, (*path, index), name, origins)

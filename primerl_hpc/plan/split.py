@@ -1,0 +1,187 @@
+"""Who gets which accelerators: nodes first, then GPUs (or CPU slots) inside a shared node.
+
+Order inside the allocation: inference nodes, then trainer nodes. A run that fits into one node shares it; nothing is
+ever given twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.names import Kind
+from primerl_hpc.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Nodes of the allocation, and the accelerators taken on each of them."""
+
+    nodes: tuple[int, ...]
+    accelerators: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    num_nodes: int
+    replicas: tuple[Placement, ...]  # one per inference engine
+    trainer: Placement | None
+    head: int  # node of orchestrator, router and environment servers
+    notes: tuple[str, ...]
+
+
+def split(recipe: Recipe, profile: Profile) -> Split:
+    """Raises ConfigError, with the numbers, when the recipe asks for more than the profile has."""
+    per_node = profile.accelerators_per_node
+    needs_inference = recipe.kind != Kind.SFT
+    needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
+    per_replica = recipe.layout.inference.accelerators_per_replica
+    if needs_inference and per_replica > per_node:
+        raise ConfigError(
+            f"one engine needs {per_replica} accelerators (tensor_parallel × data_parallel), "
+            f"a node of profile '{profile.name}' has {per_node}",
+            mend="lower layout.inference.tensor_parallel or data_parallel",
+        )
+    notes: list[str] = []
+    if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
+        result = _split_one_node(recipe, profile, needs_inference, needs_trainer, notes)
+    else:
+        result = _split_nodes(recipe, profile, needs_inference, needs_trainer, notes)
+    if result.num_nodes > profile.nodes:
+        raise ConfigError(
+            f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}",
+            mend="lower layout.inference.nodes or layout.trainer.nodes",
+        )
+    if result.trainer is not None:
+        _check_trainer(recipe, result.trainer)
+    return result
+
+
+def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool) -> bool:
+    """Explicit node counts mean nodes of their own; otherwise a run that fits into one node gets one."""
+    layout = recipe.layout
+    if layout.inference.nodes != "auto" or layout.trainer.nodes != "auto":
+        return False
+    if profile.nodes == 1:
+        return True
+    ranks = layout.trainer.ranks if needs_trainer else 0
+    replicas = layout.inference.replicas if needs_inference else 0
+    if ranks == "auto" or replicas == "auto":
+        return False
+    return ranks + replicas * layout.inference.accelerators_per_replica <= profile.accelerators_per_node
+
+
+def _split_one_node(
+    recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool, notes: list[str]
+) -> Split:
+    total, per_replica = profile.accelerators_per_node, recipe.layout.inference.accelerators_per_replica
+    ranks = recipe.layout.trainer.ranks if needs_trainer else 0
+    replicas = recipe.layout.inference.replicas if needs_inference else 0
+    if ranks == "auto":
+        reserved = 0 if replicas == 0 else (per_replica if replicas == "auto" else replicas * per_replica)
+        ranks = max(1, total // 2 if replicas == "auto" else total - reserved)
+        notes.append(f"layout.trainer.ranks: {ranks} of the node's {total} accelerators")
+    if replicas == "auto":
+        replicas = max(1, (total - ranks) // per_replica)
+        notes.append(f"layout.inference.replicas: {replicas} beside {ranks} trainer ranks")
+    asked = ranks + replicas * per_replica
+    if asked > total:
+        raise ConfigError(
+            f"the recipe asks for {asked} accelerators ({replicas} engines × {per_replica} + {ranks} trainer ranks), "
+            f"the one node of profile '{profile.name}' has {total}",
+            mend="lower layout.inference.replicas or layout.trainer.ranks, or raise node.cpu_slots of the profile"
+            if profile.accelerator == "cpu"
+            else "lower layout.inference.replicas or layout.trainer.ranks",
+        )
+    engines = tuple(
+        Placement((0,), tuple(range(i * per_replica, (i + 1) * per_replica))) for i in range(replicas)
+    )
+    start = replicas * per_replica
+    trainer = Placement((0,), tuple(range(start, start + ranks))) if ranks else None
+    return Split(1, engines, trainer, head=0, notes=tuple(notes))
+
+
+def _split_nodes(
+    recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool, notes: list[str]
+) -> Split:
+    per_node = profile.accelerators_per_node
+    trainer_nodes = _trainer_nodes(recipe, profile, notes) if needs_trainer else 0
+    inference_nodes, replicas = (
+        _inference_nodes(recipe, profile, trainer_nodes, notes) if needs_inference else (0, 0)
+    )
+    engines = _place_replicas(recipe, replicas, inference_nodes, per_node)
+    trainer = None
+    if trainer_nodes:
+        ranks = recipe.layout.trainer.ranks
+        per_trainer_node = per_node if ranks == "auto" else ranks // trainer_nodes
+        if ranks != "auto" and (ranks % trainer_nodes or per_trainer_node > per_node):
+            raise ConfigError(
+                f"layout.trainer.ranks {ranks} on {trainer_nodes} nodes of {per_node} accelerators: "
+                "every node must run the same number of ranks"
+            )
+        nodes = tuple(range(inference_nodes, inference_nodes + trainer_nodes))
+        trainer = Placement(nodes, tuple(range(per_trainer_node)))
+    head = inference_nodes if recipe.layout.orchestrator.place == "trainer" and trainer_nodes else 0
+    return Split(inference_nodes + trainer_nodes, engines, trainer, head, tuple(notes))
+
+
+def _trainer_nodes(recipe: Recipe, profile: Profile, notes: list[str]) -> int:
+    layout = recipe.layout.trainer
+    if layout.nodes != "auto":
+        return layout.nodes
+    nodes = 1 if layout.ranks == "auto" else -(-layout.ranks // profile.accelerators_per_node)
+    notes.append(f"layout.trainer.nodes: {nodes}")
+    return nodes
+
+
+def _inference_nodes(
+    recipe: Recipe, profile: Profile, trainer_nodes: int, notes: list[str]
+) -> tuple[int, int]:
+    """(nodes, replicas)"""
+    layout = recipe.layout.inference
+    per_node_replicas = profile.accelerators_per_node // layout.accelerators_per_replica
+    if layout.nodes == "auto":
+        if layout.replicas == "auto":
+            nodes = max(1, profile.nodes - trainer_nodes)
+            notes.append(f"layout.inference.nodes: {nodes}, all that the trainer's {trainer_nodes} leave")
+        else:
+            nodes = -(-layout.replicas // per_node_replicas)
+            notes.append(f"layout.inference.nodes: {nodes} for {layout.replicas} engines")
+    else:
+        nodes = layout.nodes
+    replicas = nodes * per_node_replicas if layout.replicas == "auto" else layout.replicas
+    if replicas > nodes * per_node_replicas:
+        raise ConfigError(
+            f"{replicas} engines of {layout.accelerators_per_replica} accelerators do not fit on "
+            f"{nodes} nodes of {profile.accelerators_per_node}",
+            mend=f"at most {nodes * per_node_replicas}; lower layout.inference.replicas or raise its nodes",
+        )
+    if replicas < nodes:
+        raise ConfigError(
+            f"{replicas} engines leave {nodes - replicas} of {nodes} inference nodes idle",
+            mend="lower layout.inference.nodes or raise its replicas",
+        )
+    return nodes, replicas
+
+
+def _place_replicas(recipe: Recipe, replicas: int, nodes: int, per_node: int) -> tuple[Placement, ...]:
+    """Round robin over nodes, so that fewer engines than fit are spread."""
+    size = recipe.layout.inference.accelerators_per_replica
+    placements = []
+    for index in range(replicas):
+        node, slot = index % nodes, index // nodes
+        placements.append(Placement((node,), tuple(range(slot * size, (slot + 1) * size))))
+    return tuple(placements)
+
+
+def _check_trainer(recipe: Recipe, trainer: Placement) -> None:
+    """Degrees must divide the ranks, said with the numbers."""
+    layout = recipe.layout.trainer
+    ranks = len(trainer.nodes) * len(trainer.accelerators)
+    degree = layout.replicate * layout.context_parallel
+    if ranks % degree:
+        raise ConfigError(
+            f"layout.trainer: replicate {layout.replicate} × context_parallel {layout.context_parallel} = {degree} "
+            f"does not divide the trainer's {ranks} ranks"
+        )

@@ -1,0 +1,121 @@
+"""The plan: every node, accelerator, process and environment variable, decided before anything is queued.
+
+``plan.json`` is a pure function of recipe, profile and run directory: same inputs, same bytes. At run time it is
+read by the supervisor (what to start where) and by every role (its phase's recipe):
+
+    plan = load_plan(RunDir(path))
+    recipe = plan.phase("main").recipe
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from primerl_hpc.common.block import Block
+from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.names import Kind, Role
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.recipe.schema import Recipe
+
+PLAN_VERSION = 1
+
+
+class OnExit(StrEnum):
+    """What the end of a process means for its phase."""
+
+    ENDS_PHASE = "ends_phase"  # exit 0 of all of these ends the phase; another code ends the run
+    RESTART = "restart"  # it should not end while the phase runs: start it again, bounded by progress
+    OPTIONAL = "optional"  # started again like the others, but the run goes on without it in the end
+
+
+class ProcessPlan(Block):
+    """One process (or one SLURM step of several tasks: a trainer spans nodes with one torchrun per node)."""
+
+    name: str
+    """``<role>-<index>``"""
+    role: Role
+    index: int
+    nodes: tuple[int, ...]
+    """Node indices of the allocation; one task runs on each."""
+    accelerators: tuple[int, ...] = ()
+    """Accelerators taken on each of the nodes: GPU indices, or CPU slots of a profile without GPUs."""
+    argv: tuple[str, ...]
+    """Command line: the role's Python interpreter, perhaps behind ``apptainer exec``, and its module."""
+    srun_args: tuple[str, ...] = ()
+    """More arguments of its srun: a pyxis container, and what the profile asks of every srun."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables on top of the job's environment."""
+    on_exit: OnExit
+    log: str
+    """Log file relative to the attempt's log folder."""
+    ready_timeout_s: int = 0
+    """The process publishes its endpoint within this time, or counts as failed; 0: it publishes none."""
+
+
+class PhasePlan(Block):
+    """A part of the run with its own processes; phases run one after another in the same allocation."""
+
+    name: str
+    recipe: Recipe
+    """What this phase does, resolved; its kind may differ from the run's (an SFT warm-up of an RL run)."""
+    model_path: str
+    """Hub id or absolute folder of the phase's initial weights (policy v0)."""
+    processes: tuple[ProcessPlan, ...]
+
+    def process(self, name: str) -> ProcessPlan:
+        for process in self.processes:
+            if process.name == name:
+                return process
+        known = ", ".join(process.name for process in self.processes)
+        raise NotFoundError(f"no process '{name}' in phase '{self.name}'", mend=f"it has: {known}")
+
+    def of_role(self, role: Role) -> tuple[ProcessPlan, ...]:
+        return tuple(process for process in self.processes if process.role == role)
+
+
+class NodePlan(Block):
+    index: int
+    roles: tuple[str, ...]
+    """What runs here, for people: ``inference-0 [0,1]``."""
+
+
+class Plan(Block):
+    version: int = PLAN_VERSION
+    name: str
+    kind: Kind
+    run_dir: str
+    """Absolute."""
+    profile_name: str
+    scheduler: str
+    """``slurm`` or ``local``"""
+    accelerator: str
+    """``gpu`` or ``cpu``"""
+    accelerators_per_node: int
+    nodes: tuple[NodePlan, ...]
+    phases: tuple[PhasePlan, ...]
+    notes: tuple[str, ...] = ()
+    """Choices that the planner made for the user, in words."""
+
+    def phase(self, name: str) -> PhasePlan:
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise NotFoundError(f"the plan has no phase '{name}'")
+
+
+def load_plan(run_dir: RunDir) -> Plan:
+    """Raises NotFoundError when ``run_dir`` holds no run, DataError when its plan is of another version."""
+    try:
+        raw = read_json(run_dir.plan)
+    except FileNotFoundError:
+        raise NotFoundError("no run here: plan.json is missing", place=str(run_dir.root)) from None
+    if raw.get("version") != PLAN_VERSION:
+        raise DataError(
+            f"plan version {raw.get('version')} was written by another primerl-hpc (this one reads {PLAN_VERSION})",
+            place=str(run_dir.plan),
+            mend="run it with the version that made it, or submit again",
+        )
+    return Plan.model_validate(raw)

@@ -1,0 +1,42 @@
+"""Which renderer a recipe means, as the config that package ``renderers`` takes; no heavy import until it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.recipe.schema import Model
+
+OURS = {"chatml": "primerl_hpc.common.chatml.ChatMLRenderer"}
+
+
+def renderer_config(model: Model) -> dict[str, Any]:
+    """``{"name": "qwen3", …}`` for renderers' typed union, or ``{"name": "custom", "import_path": …}`` for ours."""
+    name, options = model.renderer.name, dict(model.renderer.options)
+    if name in OURS:
+        return {"name": "custom", "import_path": OURS[name], **options}
+    return {"name": name, **options}
+
+
+def make_renderer(model: Model, tokenizer: Any) -> Any:
+    """A renderer for ``tokenizer``.
+
+    Raises ConfigError when ``auto`` finds no family for the model, or the family needs tokens the tokenizer lacks.
+    """
+    import renderers
+    from pydantic import TypeAdapter
+
+    config = TypeAdapter(renderers.RendererConfig).validate_python(renderer_config(model))
+    try:
+        renderer = renderers.create_renderer(tokenizer, config)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"renderer '{model.renderer.name}' does not fit the tokenizer of {model.name}: {error}",
+            mend="set model.renderer.name to the model's family",
+        ) from error
+    if model.renderer.name == "auto" and type(renderer).__name__ == "DefaultRenderer":
+        raise ConfigError(
+            f"no renderer is known for model {model.name}",
+            mend="set model.renderer.name to its family, e.g. qwen3, llama-3 or chatml",
+        )
+    return renderer

@@ -1,0 +1,107 @@
+"""Looks at the disk before anything is queued: names become absolute folders, missing files are refused.
+
+The planner is a pure function; this is the step before it that is not.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.yamldoc import Document
+from primerl_hpc.recipe.load import LoadedRecipe
+from primerl_hpc.recipe.schema import Model, Recipe
+from primerl_hpc.recipe.sft_rows import read_rows, row_messages
+from primerl_hpc.recipe.training_schema import SFT, SFTData
+
+CHECKED_ROWS = 5000
+
+
+def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
+    """The recipe with local models and datasets as absolute paths; relative ones are seen from ``folder`` (default: here).
+
+    Raises NotFoundError or DataError naming the key's place, the path and what is missing in it.
+    """
+    folder = folder or Path.cwd()
+    recipe, document = loaded.recipe, loaded.document
+    changes: dict[str, object] = {"model": _resolve_model(recipe.model, document, folder)}
+    if recipe.sft is not None:
+        changes["sft"] = _resolve_sft(recipe.sft, document, folder, ("sft",))
+    if recipe.warmup is not None:
+        sft = _resolve_sft(recipe.warmup.sft, document, folder, ("warmup", "sft"))
+        changes["warmup"] = recipe.warmup.model_copy(update={"sft": sft})
+    return recipe.model_copy(update=changes)
+
+
+def _looks_local(name: str, folder: Path) -> bool:
+    """A hub id is ``owner/name``; anything else with a slash, or a folder that is there, is a path."""
+    return name.startswith(("/", ".", "~")) or name.count("/") != 1 or (folder / name).exists()
+
+
+def _resolve_model(model: Model, document: Document, folder: Path) -> Model:
+    changes: dict[str, str] = {}
+    if _looks_local(model.name, folder):
+        path = (folder / Path(model.name).expanduser()).resolve()
+        _check_model_folder(path, document.place(("model", "name")))
+        changes["name"] = str(path)
+    if model.tokenizer and _looks_local(model.tokenizer, folder):
+        changes["tokenizer"] = str((folder / Path(model.tokenizer).expanduser()).resolve())
+    return model.model_copy(update=changes)
+
+
+def _check_model_folder(path: Path, place: str) -> None:
+    if not path.is_dir():
+        raise NotFoundError(
+            f"model folder {path} does not exist",
+            place=place,
+            mend="give a folder with config.json and safetensors, or a hub id; tools/tiny-model makes a tiny one",
+        )
+    if not (path / "config.json").is_file():
+        raise DataError(
+            f"model folder {path} has no config.json", place=place, mend="it must be an HF model folder"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise DataError(
+            f"model folder {path} has no weights (*.safetensors)",
+            place=place,
+            mend="save the model with save_pretrained, which writes safetensors",
+        )
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        raise DataError(
+            f"model folder {path} has no tokenizer", place=place, mend="save the tokenizer beside the model"
+        )
+
+
+def _resolve_sft(sft: SFT, document: Document, folder: Path, path: tuple[str, ...]) -> SFT:
+    changes: dict[str, object] = {"data": _resolve_data(sft.data, document, folder, (*path, "data"))}
+    if sft.validation is not None:
+        data = _resolve_data(sft.validation.data, document, folder, (*path, "validation", "data"))
+        changes["validation"] = sft.validation.model_copy(update={"data": data})
+    return sft.model_copy(update=changes)
+
+
+def _resolve_data(data: SFTData, document: Document, folder: Path, path: tuple[str, ...]) -> SFTData:
+    if not _looks_local(data.path, folder) and Path(data.path).suffix not in (".jsonl", ".parquet"):
+        return data
+    found = (folder / Path(data.path).expanduser()).resolve()
+    if not found.exists():
+        raise NotFoundError(f"dataset {found} does not exist", place=document.place((*path, "path")))
+    check_rows(found)
+    return data.model_copy(update={"path": str(found)})
+
+
+def check_rows(path: Path) -> None:
+    """The first `CHECKED_ROWS` rows hold conversations; the trainer checks the rest.
+
+    Raises DataError naming file, row and column.
+    """
+    if path.suffix == ".parquet" or path.is_dir():
+        return  # a login node need not have pyarrow
+    rows = list(islice(read_rows(path), CHECKED_ROWS))
+    if not rows:
+        raise DataError("no SFT rows", place=str(path))
+    for row in rows:
+        row_messages(row)

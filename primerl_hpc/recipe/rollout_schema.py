@@ -1,0 +1,131 @@
+"""The rollout half of a recipe: environments, sampling, batches, staleness, algorithms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from primerl_hpc.common.block import (
+    Block,
+    Bool,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Scalar,
+)
+from primerl_hpc.common.names import is_valid_name
+
+
+class Sampling(Block):
+    """How completions are sampled. Log-probabilities on both sides are of the temperature-scaled distribution."""
+
+    temperature: NonNegativeFloat = 1.0
+    max_tokens: PositiveInt = 512
+    """Longest completion of one turn, in tokens."""
+    top_p: Fraction = 1.0
+    top_k: int = -1
+    min_p: Fraction = 0.0
+    extra: dict[str, Scalar] = Field(default_factory=dict)
+    """More vLLM sampling parameters."""
+
+
+class Environment(Block):
+    id: str
+    """A verifiers environment: an installed package, or one that ships with primerl-hpc (reverse-text)."""
+    name: str | None = None
+    """Name in metrics and logs; default: the id. Needed where one id is used twice."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment's taskset, e.g. ``{split: test}``."""
+    env_args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the verifiers environment config beyond the taskset, e.g. ``{agent: {max_turns: 4}}``."""
+    max_concurrent: PositiveInt | None = None
+    """Most episodes in flight in this environment."""
+    timeout_s: PositiveFloat = 600.0
+    """One rollout longer than this is cancelled and counted as an error."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id.rsplit("/", 1)[-1].split("@", 1)[0]
+
+
+class TrainEnvironment(Environment):
+    ratio: PositiveFloat = 1.0
+    """Share of groups drawn from this environment, relative to the others'."""
+
+
+class EvalEnvironment(Environment):
+    interval: PositiveInt = 100
+    """Evaluate every so many policy versions; the first and the last version are always evaluated."""
+    samples: PositiveInt = 1
+    """Rollouts per task: avg@k and pass@k are over these."""
+    num_tasks: PositiveInt | None = None
+    """The first so many tasks; default: all."""
+    sampling: Sampling | None = None
+    """Default: the training sampling."""
+
+
+class Environments(Block):
+    train: tuple[TrainEnvironment, ...] = ()
+    eval: tuple[EvalEnvironment, ...] = ()
+    eval_on_start: Bool = True
+    """Evaluate policy v0 before the first step."""
+
+    @model_validator(mode="after")
+    def _labels_are_file_names_and_unique(self) -> Self:
+        for split in (self.train, self.eval):
+            labels = [environment.label for environment in split]
+            for label in labels:
+                if not is_valid_name(label):
+                    raise ValueError(f"environment name {label!r} cannot name a log file; set 'name'")
+                if labels.count(label) > 1:
+                    raise ValueError(f"two environments are called {label!r}; give one of them a 'name'")
+        return self
+
+
+class Rollouts(Block):
+    batch_size: PositiveInt = 128
+    """Rollouts that one trainer step consumes."""
+    group_size: PositiveInt = 8
+    """Rollouts of one task that are compared with each other."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """Bound on the age of a rollout's oldest token, in policy versions, when the batch is cut; 0: synchronous, on-policy."""
+    max_in_flight: PositiveInt | None = None
+    """Most rollouts in flight; default: twice the batch size."""
+    zero_advantage: Literal["drop", "keep", "refill"] = "drop"
+    """Samples without a training signal: not shipped (drop), shipped (keep), or replaced by more groups (refill)."""
+    max_empty_batches: PositiveInt = 10
+    """Stop after so many batches in a row without any signal."""
+    max_error_fraction: Fraction = 0.5
+    """Stop when more than this share of the last 100 groups' rollouts failed."""
+    sampling: Sampling = Sampling()
+
+
+class LengthPenalty(Block):
+    """Linear penalty on the group's mean reward p: r' = r - p (w_out out/max out + w_in in/max in + w_turn turns/max turns)."""
+
+    output_weight: NonNegativeFloat = 0.25
+    input_weight: NonNegativeFloat = 0.1
+    turn_weight: NonNegativeFloat = 0.1
+
+
+class Algorithm(Block):
+    """How rewards become advantages."""
+
+    type: Literal["grpo", "grpo_std", "rloo", "opo", "max_rl"] = "grpo"
+    """grpo: r - group mean; grpo_std: also divided by the group's standard deviation; rloo: leave-one-out mean; opo: length-weighted mean; max_rl: (r - mean) / mean."""
+    length_penalty: LengthPenalty | None = None
+
+
+__all__ = [
+    "Algorithm",
+    "Environment",
+    "Environments",
+    "EvalEnvironment",
+    "LengthPenalty",
+    "Rollouts",
+    "Sampling",
+    "TrainEnvironment",
+]

@@ -1,0 +1,244 @@
+"""The recipe: *what* to train, one path per setting.
+
+`Recipe` mirrors the YAML top to bottom; blocks about rollouts are in ``rollout_schema.py``, about the optimizer,
+losses, data and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from
+here by all of them. Derived values are properties.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from primerl_hpc.common.block import (
+    Auto,
+    Block,
+    Bool,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Scalar,
+)
+from primerl_hpc.common.names import Kind, is_valid_name
+from primerl_hpc.recipe.rollout_schema import Algorithm, Environments, Rollouts
+from primerl_hpc.recipe.training_schema import (
+    SFT,
+    AdamW,
+    Checkpoint,
+    Constant,
+    DPPOLoss,
+    Loss,
+    Optimizer,
+    Scheduler,
+    Trainer,
+    Warmup,
+    Weights,
+)
+
+
+class Renderer(Block):
+    """How messages become tokens and back (package ``renderers``), on the rollout side and in SFT alike."""
+
+    name: str = "auto"
+    """Renderer family (qwen3, llama-3, gpt-oss, …); ``chatml`` is ours; ``auto`` looks the model's hub name up and is refused where it finds nothing, because a guessed renderer silently breaks multi-turn training."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More fields of that renderer's own config, e.g. ``{thinking_retention: all}`` for multi-turn Qwen3."""
+
+
+class Model(Block):
+    name: str
+    """Hub id, or a folder with config.json, safetensors and tokenizer. A relative folder is seen from where you submit."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer; default: the model's."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of the weights that are exported, and that engines compute in."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Trainer's attention; ``auto``: flash attention where installed on a GPU, else sdpa."""
+    renderer: Renderer = Renderer()
+    trust_remote_code: Bool = False
+    """Run modelling code that comes with the model."""
+
+
+class InferenceLayout(Block):
+    nodes: Auto | PositiveInt = "auto"
+    """Nodes for engines; ``auto``: what the other roles leave, or a share of a single node."""
+    replicas: Auto | PositiveInt = "auto"
+    """Independent engines behind the router; ``auto``: as many as fit."""
+    tensor_parallel: PositiveInt = 1
+    """Accelerators that share one engine's matrices."""
+    data_parallel: PositiveInt = 1
+    """Data-parallel ranks inside one engine (mixture-of-experts models); dense models use ``replicas``."""
+    expert_parallel: Bool = False
+    """Spread experts over the tensor and data parallel ranks of an engine."""
+
+    @property
+    def accelerators_per_replica(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+
+class TrainerLayout(Block):
+    nodes: Auto | PositiveInt = "auto"
+    """Nodes for the trainer; ``auto``: one, or a share of a single node."""
+    ranks: Auto | PositiveInt = "auto"
+    """Trainer processes in all, one per accelerator; ``auto``: every accelerator of its nodes."""
+    replicate: PositiveInt = 1
+    """HSDP: copies of the sharded model; must divide ranks."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share one sequence."""
+    expert_parallel: Auto | PositiveInt = "auto"
+    """Ranks that share the experts of a mixture-of-experts model."""
+
+
+class OrchestratorLayout(Block):
+    place: Literal["head", "trainer", "cpu-partition"] = "head"
+    """Which node runs the orchestrator, the router and the environment servers."""
+
+
+class Layout(Block):
+    inference: InferenceLayout = InferenceLayout()
+    trainer: TrainerLayout = TrainerLayout()
+    orchestrator: OrchestratorLayout = OrchestratorLayout()
+
+
+class Inference(Block):
+    """Settings of the vLLM engines."""
+
+    max_model_len: Auto | PositiveInt = "auto"
+    """Longest prompt + completion in tokens; ``auto``: seq_len."""
+    gpu_memory_utilization: Fraction = 0.9
+    """Share of a GPU's memory that an engine may take."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Size of the KV cache per engine rank in GiB instead of a share; on CPU the default is 1."""
+    enforce_eager: Auto | Bool = "auto"
+    """No graph capture; ``auto``: on CPU only."""
+    recompute_kv_on_update: Bool = False
+    """After a weight update recompute the KV cache of requests in flight instead of keeping the stale one."""
+    extra_args: dict[str, Scalar] = Field(default_factory=dict)
+    """More vLLM engine arguments, by their command-line name without dashes: ``{max-num-seqs: 64}``."""
+
+
+class Wandb(Block):
+    project: str = "primerl-hpc"
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    offline: Bool = False
+
+
+class Tracking(Block):
+    wandb: Wandb | None = None
+    """Also send metrics to Weights & Biases (extra ``wandb``); the key is read from WANDB_API_KEY at run time."""
+
+
+class Timeouts(Block):
+    """How long a silent peer is waited for before the run stops with its name."""
+
+    inference_ready_s: PositiveInt = 1800
+    env_server_ready_s: PositiveInt = 600
+    weights_s: PositiveInt = 1200
+    """Orchestrator: for the next policy version. Trainer: for the next batch is unlimited while the run lives."""
+    weight_update_s: PositiveInt = 720
+    """One engine's load of one policy version."""
+    distributed_s: PositiveInt = 3600
+    """A collective of the trainer."""
+
+
+class Recipe(Block):
+    """Everything about *what* to train; *where* is the cluster profile's."""
+
+    kind: Kind
+    """rl | sft | eval | inference"""
+    name: str
+    """Name of the run: job name, run directory, tracking."""
+    model: Model
+    seq_len: PositiveInt = 2048
+    """Tokens of one packed row, and the longest sample that is trained on."""
+    max_steps: PositiveInt | None = None
+    """Trainer steps; required by rl and sft."""
+    seed: NonNegativeInt = 42
+    layout: Layout = Layout()
+    environments: Environments = Environments()
+    rollouts: Rollouts = Rollouts()
+    algorithm: Algorithm = Algorithm()
+    loss: Loss = DPPOLoss()
+    optimizer: Optimizer = AdamW()
+    scheduler: Scheduler = Constant()
+    trainer: Trainer = Trainer()
+    inference: Inference = Inference()
+    sft: SFT | None = None
+    """Supervised fine-tuning: required by kind sft."""
+    warmup: Warmup | None = None
+    """kind rl: an SFT phase before RL; its last weights are policy v0."""
+    checkpoint: Checkpoint = Checkpoint()
+    weights: Weights = Weights()
+    tracking: Tracking = Tracking()
+    timeouts: Timeouts = Timeouts()
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for every role; a profile's are below, these win."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_file_name(cls, value: str) -> str:
+        if not is_valid_name(value):
+            raise ValueError(
+                "must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
+            )
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _env_is_ours_to_set(cls, value: dict[str, str]) -> dict[str, str]:
+        if bad := [name for name in value if name.startswith("PRIMERL_") or not name.isidentifier()]:
+            raise ValueError(f"{bad[0]!r} is not a variable a recipe may set")
+        return value
+
+    @model_validator(mode="after")
+    def _kind_has_its_blocks(self) -> Self:
+        if self.kind in (Kind.RL, Kind.SFT) and self.max_steps is None:
+            raise ValueError(f"kind {self.kind} needs max_steps")
+        if self.kind == Kind.RL and not self.environments.train:
+            raise ValueError("kind rl needs at least one environment under environments.train")
+        if self.kind == Kind.EVAL and not self.environments.eval:
+            raise ValueError("kind eval needs at least one environment under environments.eval")
+        if self.kind == Kind.SFT and self.sft is None:
+            raise ValueError("kind sft needs an sft block")
+        if self.warmup is not None and self.kind != Kind.RL:
+            raise ValueError("warmup belongs to kind rl")
+        if self.rollouts.batch_size % self.rollouts.group_size:
+            raise ValueError(
+                f"rollouts.batch_size {self.rollouts.batch_size} must be a multiple of "
+                f"rollouts.group_size {self.rollouts.group_size}"
+            )
+        if self.kind in (Kind.RL, Kind.EVAL) and self.rollouts.sampling.max_tokens >= self.max_model_len:
+            raise ValueError(
+                f"rollouts.sampling.max_tokens {self.rollouts.sampling.max_tokens} leaves no room for a prompt "
+                f"in {self.max_model_len} tokens"
+            )
+        return self
+
+    @property
+    def max_model_len(self) -> int:
+        return self.seq_len if self.inference.max_model_len == "auto" else self.inference.max_model_len
+
+    @property
+    def steps(self) -> int:
+        """max_steps of a kind that has steps."""
+        assert self.max_steps is not None  # validated above
+        return self.max_steps
+
+    def for_warmup(self) -> Recipe:
+        """The warm-up phase as an sft recipe of its own: same model, its own data, steps and optimizer."""
+        assert self.warmup is not None
+        return self.model_copy(
+            update={
+                "kind": Kind.SFT,
+                "max_steps": self.warmup.max_steps,
+                "optimizer": self.warmup.optimizer,
+                "scheduler": self.warmup.scheduler,
+                "sft": self.warmup.sft,
+                "checkpoint": self.warmup.checkpoint,
+                "warmup": None,
+            }
+        )

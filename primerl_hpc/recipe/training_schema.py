@@ -1,0 +1,243 @@
+"""The training half of a recipe: losses, optimizers, schedules, SFT data, memory, checkpoints, weight transport."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from primerl_hpc.common.block import (
+    Auto,
+    Block,
+    Bool,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    default_type,
+)
+
+
+class DPPOLoss(Block):
+    """Policy gradient with a trust region on the probability difference: a token is dropped where its advantage would move π further from μ than the mask allows."""
+
+    type: Literal["dppo"] = "dppo"
+    mask_low: NonNegativeFloat = 0.2
+    """Drop tokens with advantage ≤ 0 and π - μ below minus this."""
+    mask_high: NonNegativeFloat = 0.2
+    """Drop tokens with advantage > 0 and π - μ above this."""
+    adv_tau: NonNegativeFloat = 1.0
+    """Factor on advantages."""
+    kl_tau: NonNegativeFloat = 1e-3
+    """Factor on (log π - log μ)², over all trained tokens."""
+
+
+class IPOLoss(Block):
+    """Like dppo, with one mask on the absolute difference, whatever the advantage's sign."""
+
+    type: Literal["ipo"] = "ipo"
+    threshold: NonNegativeFloat = 0.1
+    adv_tau: NonNegativeFloat = 1.0
+    kl_tau: NonNegativeFloat = 1e-3
+
+
+class GRPOLoss(Block):
+    """Clipped importance ratio per token (PPO's surrogate; clip-higher when the two sides differ)."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    kl_tau: NonNegativeFloat = 0.0
+
+
+class GSPOLoss(Block):
+    """Clipped length-normalised ratio per sequence (arXiv 2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: NonNegativeFloat = 3e-4
+    clip_high: NonNegativeFloat = 4e-4
+    kl_tau: NonNegativeFloat = 0.0
+
+
+class CISPOLoss(Block):
+    """Clipped and detached ratio times log π (arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: NonNegativeFloat = 1.0
+    """1 - clip_low is the smallest weight; 1 means no lower clip."""
+    clip_high: NonNegativeFloat = 4.0
+    """1 + clip_high is the largest weight."""
+    kl_tau: NonNegativeFloat = 0.0
+
+
+Loss = Annotated[
+    Annotated[DPPOLoss | IPOLoss | GRPOLoss | GSPOLoss | CISPOLoss, Field(discriminator="type")],
+    default_type("dppo"),
+]
+
+
+class AdamW(Block):
+    type: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    max_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm to this; null: no clipping."""
+
+
+class SGD(Block):
+    type: Literal["sgd"] = "sgd"
+    lr: PositiveFloat = 1e-3
+    momentum: Fraction = 0.9
+    nesterov: Bool = True
+    weight_decay: NonNegativeFloat = 0.0
+    max_norm: PositiveFloat | None = 1.0
+
+
+Optimizer = Annotated[Annotated[AdamW | SGD, Field(discriminator="type")], default_type("adamw")]
+
+
+class Constant(Block):
+    type: Literal["constant"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from 0."""
+
+
+class Linear(Block):
+    """Warm-up, stable, decay."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: NonNegativeInt = 10
+    decay_steps: NonNegativeInt = 10
+    """Steps at the end over which the rate falls to min_lr_ratio of its peak."""
+    min_lr_ratio: Fraction = 0.0
+
+
+class Cosine(Block):
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: NonNegativeInt = 10
+    min_lr_ratio: Fraction = 0.0
+
+
+Scheduler = Annotated[
+    Annotated[Constant | Linear | Cosine, Field(discriminator="type")], default_type("constant")
+]
+
+
+class Trainer(Block):
+    """Precision, memory and robustness of the trainer."""
+
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights in forward and backward; master weights and optimizer state are always float32."""
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type in which gradients are reduced over ranks."""
+    reshard_after_forward: Bool = True
+    """Free gathered weights between forward and backward."""
+    activation_checkpointing: Literal["none", "full"] = "full"
+    """full: keep only each block's input and recompute the rest in backward."""
+    head_chunk_tokens: Auto | PositiveInt = "auto"
+    """Tokens whose logits exist at one time; auto: bounds a chunk's logits to about 256 MiB."""
+    compile: Bool = False
+    """torch.compile every block."""
+    max_bad_steps: PositiveInt = 10
+    """Stop after so many steps in a row with a NaN or infinite loss or gradient; each such step is skipped."""
+    gc_interval: PositiveInt = 50
+    """Steps between garbage collections, made on all ranks at once."""
+    deterministic: Bool = False
+
+
+class SFTData(Block):
+    """Rows with ``messages``, or ``prompt`` and ``completion`` (text or messages); ``messages`` wins."""
+
+    path: str
+    """A .jsonl or .parquet file, a folder of them, or a hub dataset id. Relative paths are seen from where you submit."""
+    subset: str | None = None
+    split: str = "train"
+    num_rows: PositiveInt | None = None
+    """Use the first so many rows."""
+
+
+class LossMask(Block):
+    """Which roles' tokens are trained."""
+
+    assistant: Bool = True
+    system: Bool = False
+    user: Bool = False
+    tool: Bool = False
+
+
+class SFTValidation(Block):
+    data: SFTData
+    interval: PositiveInt = 50
+
+
+class SFT(Block):
+    data: SFTData
+    batch_size: PositiveInt = 64
+    """Packed rows of seq_len tokens per step (batch_unit rows), or dataset rows per step (batch_unit samples)."""
+    batch_unit: Literal["rows", "samples"] = "rows"
+    loss_mask: LossMask = LossMask()
+    shuffle: Bool = True
+    """Reshuffled in every epoch from seed + epoch."""
+    validation: SFTValidation | None = None
+
+
+class Checkpoint(Block):
+    interval: PositiveInt | None = None
+    """Steps between checkpoints; null: only on request, for walltime, and at the end."""
+    keep_last: PositiveInt = 2
+    """Complete checkpoints to keep."""
+    keep_interval: PositiveInt | None = None
+    """Besides those, keep every checkpoint whose step is a multiple of this for ever."""
+    at_end: Bool = True
+    """Save after the last step."""
+
+
+class Warmup(Block):
+    sft: SFT
+    max_steps: PositiveInt
+    optimizer: Optimizer = AdamW()
+    scheduler: Scheduler = Constant()
+    checkpoint: Checkpoint = Checkpoint(at_end=False)
+
+
+class Weights(Block):
+    transport: Literal["filesystem"] = "filesystem"
+    """How a new policy reaches the engines."""
+    keep_last: PositiveInt = 2
+    """Policy versions kept on disk; versions of kept checkpoints and the last one stay as well."""
+
+    @model_validator(mode="after")
+    def _two_versions_are_in_use(self) -> Self:
+        if self.keep_last < 2:
+            raise ValueError(
+                "keep_last must be at least 2: engines may still read the version before the newest"
+            )
+        return self
+
+
+__all__ = [
+    "SFT",
+    "SGD",
+    "AdamW",
+    "CISPOLoss",
+    "Checkpoint",
+    "Constant",
+    "Cosine",
+    "DPPOLoss",
+    "GRPOLoss",
+    "GSPOLoss",
+    "IPOLoss",
+    "Linear",
+    "Loss",
+    "LossMask",
+    "Optimizer",
+    "SFTData",
+    "SFTValidation",
+    "Scheduler",
+    "Trainer",
+    "Warmup",
+    "Weights",
+]

@@ -1,0 +1,1 @@
+"""Writes the plan as batch scripts. Reading order: engine (Jinja and its quoting filters) → job."""
