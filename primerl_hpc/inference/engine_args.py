@@ -1,0 +1,88 @@
+"""A recipe as vLLM's command line. Pure: same recipe, same arguments; nothing is imported from vLLM.
+
+    engine_args(recipe, model_path="/runs/x/weights/step_3", accelerator="cpu")
+    → ["--model", "/runs/x/weights/step_3", "--served-model-name", "Qwen/Qwen3-0.6B", …]
+
+The API key is never an argument: `ps` would show it.
+"""
+
+from __future__ import annotations
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.recipe.schema import Recipe
+
+MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
+WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
+CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
+
+# what the run relies on: another value would break identity of tokens, auth, or the plan
+_OURS = frozenset(
+    {
+        *(
+            "model",
+            "served-model-name",
+            "host",
+            "port",
+            "uds",
+            "api-key",
+            "middleware",
+            "worker-extension-cls",
+        ),
+        *("tensor-parallel-size", "data-parallel-size", "api-server-count", "logprobs-mode", "headless"),
+    }
+)
+
+
+def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[str]:
+    """vLLM's arguments for one engine, without host and port (the server hands over a bound socket).
+
+    ``model_path``: hub id or folder of the weights to start with. The served name stays the recipe's model for every
+    policy version. Raises ConfigError when ``inference.extra_args`` sets what the run itself decides.
+    """
+    inference, layout = recipe.inference, recipe.layout.inference
+    is_cpu = accelerator == "cpu"
+    options: dict[str, str | int | float | bool | None] = {
+        "model": model_path,
+        "served-model-name": recipe.model.name,
+        "tokenizer": recipe.model.tokenizer or recipe.model.name,
+        "dtype": recipe.model.dtype,
+        "max-model-len": recipe.max_model_len,
+        "seed": recipe.seed,
+        "tensor-parallel-size": layout.tensor_parallel,
+        "data-parallel-size": layout.data_parallel,
+        "api-server-count": 1,  # the routes keep the policy version in one process
+        "enable-expert-parallel": layout.expert_parallel,
+        "enforce-eager": is_cpu if inference.enforce_eager == "auto" else inference.enforce_eager,
+        # log-probabilities of the temperature-scaled distribution, as the trainer computes them
+        "logprobs-mode": "processed_logprobs",
+        # sampling parameters come with each request; a model's own defaults must not slip in
+        "generation-config": "vllm",
+        "enable-prefix-caching": True,
+        "enable-scale-out": True,  # token-in, token-out route
+        "trust-remote-code": recipe.model.trust_remote_code,
+        "worker-extension-cls": WORKER_EXTENSION,
+        "middleware": MIDDLEWARE,
+        "disable-fastapi-docs": True,
+        "disable-uvicorn-access-log": True,
+        **_memory(recipe, is_cpu),
+    }
+    for name, value in inference.extra_args.items():
+        key = name.lstrip("-").replace("_", "-")
+        if key in _OURS:
+            raise ConfigError(f"inference.extra_args may not set '{key}'", mend="the run decides it itself")
+        options[key] = value
+    return [part for name, value in options.items() for part in _as_flag(name, value)]
+
+
+def _memory(recipe: Recipe, is_cpu: bool) -> dict[str, int | float]:
+    gib = recipe.inference.kv_cache_gib
+    if gib is None and not is_cpu:
+        return {"gpu-memory-utilization": recipe.inference.gpu_memory_utilization}
+    return {"kv-cache-memory-bytes": int((gib or CPU_KV_CACHE_GIB) * 2**30)}
+
+
+def _as_flag(name: str, value: str | int | float | bool | None) -> list[str]:
+    """``--name value``; a true flag stands alone; false and null leave the flag out."""
+    if value is None or value is False:
+        return []
+    return [f"--{name}"] if value is True else [f"--{name}", str(value)]

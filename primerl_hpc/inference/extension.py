@@ -1,0 +1,74 @@
+"""What vLLM mixes into its workers (``--worker-extension-cls``): loading a policy version in place.
+
+Called on every rank by ``collective_rpc("primerl_update_weights", args=(folder, version))``. Each rank checks the
+whole folder first, so a bad one is an answer and not the end of the engine; then it streams the tensors, because a
+rank keeps only its slices and a node's memory may not hold one full copy per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+
+
+class WeightUpdate:
+    """Methods and attributes carry our prefix: vLLM refuses an extension that shadows a worker's own."""
+
+    def primerl_update_weights(self, folder: str, version: int) -> dict[str, Any]:
+        """Load the HF weights of ``folder`` in place.
+
+        Returns ``{"rank", "version"}``; ``{"rank", "error"}`` when the folder was refused and the old weights still
+        serve. Raises when the load itself fails: the model is then incomplete and the engine must end.
+        """
+        from primerl_hpc.inference import vllm_compat
+
+        rank = int(getattr(self, "rank", 0))
+        config = vllm_compat.model_config(self)
+        is_tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+        try:
+            tensors = read_headers(Path(folder))
+            reference = self._primerl_reference(config.model)
+            if reference is not None:
+                check_same_model(tensors, reference, is_tied=is_tied, place=folder)
+        except (DataError, OSError) as error:
+            return {"rank": rank, "error": str(error)}
+        vllm_compat.reload_weights(self, stream_tensors(tensors))
+        self._primerl_reference_tensors = tensors
+        return {"rank": rank, "version": version}
+
+    def _primerl_reference(self, model: str) -> dict[str, TensorInfo] | None:
+        """Names and shapes of what the engine serves: the last load's, else those of the folder it started with."""
+        reference = getattr(self, "_primerl_reference_tensors", None)
+        if reference is not None or not (folder := _local_folder(model)):
+            return reference
+        try:
+            return read_headers(folder)
+        except DataError:  # e.g. a base model in another format than safetensors
+            return None
+
+
+def stream_tensors(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) file by file."""
+    from safetensors import safe_open
+
+    for file in sorted({info.file for info in tensors.values()}):
+        with safe_open(file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (not a dict)
+                yield name, reader.get_tensor(name)
+
+
+def _local_folder(model: str) -> Path | None:
+    """Where a folder or hub id lies on this machine."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None

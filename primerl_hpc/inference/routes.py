@@ -1,0 +1,152 @@
+"""The engine's own routes and its lock, as one ASGI middleware (vLLM's ``--middleware``).
+
+    POST /pause           {"clear_cache": false}          → {"paused": true}      in-flight requests freeze, new ones queue
+    POST /update_weights  {"path": "…", "version": 3}     → {"version": 3, "ranks": [3]}
+    POST /resume                                          → {"paused": false}
+    GET  /primerl/state                                   → {"process", "attempt", "incarnation", "version", "paused"}
+
+Every route of the server, vLLM's included, needs ``Authorization: Bearer <key of the run>``, except /health and
+/metrics, which the router and monitors ask. (vLLM's own ``--api-key`` leaves most routes open.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from dataclasses import dataclass, field
+from json import JSONDecodeError
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from primerl_hpc.common.errors import RoleError
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+
+@dataclass
+class EngineState:
+    """What one engine process knows about itself. One per process: vLLM makes the middleware from its import path."""
+
+    process: str
+    attempt: int
+    incarnation: int
+    version: int
+    """Policy version that the model's weights are of."""
+    api_key: str
+    paused: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    fault: asyncio.Future[None] | None = None
+    """Gets the exception after which this engine must not serve any more (see `server.companion`)."""
+
+    def public(self) -> dict[str, Any]:
+        names = ("process", "attempt", "incarnation", "version", "paused")
+        return {name: getattr(self, name) for name in names}
+
+
+_state: EngineState | None = None
+
+
+def install(state: EngineState) -> None:
+    """Say whom the routes of this process speak for; before the server is built."""
+    global _state
+    _state = state
+
+
+class EngineRoutes:
+    def __init__(self, app: ASGIApp) -> None:
+        if _state is None:
+            raise RoleError("the engine's routes were built before their state was installed")
+        self.app, self.state = app, _state
+        self.routes = {
+            ("POST", "/pause"): self.pause,
+            ("POST", "/resume"): self.resume,
+            ("POST", "/update_weights"): self.update_weights,
+            ("GET", "/primerl/state"): self.show_state,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            request = Request(scope, receive)
+            if not self._is_authorized(request):
+                response = JSONResponse({"error": "missing or wrong API key"}, status_code=401)
+                return await response(scope, receive, send)
+            if (route := self.routes.get((scope["method"], scope["path"]))) is not None:
+                response = await route(request)
+                return await response(scope, receive, send)
+        elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
+            return await send({"type": "websocket.close", "code": 1008})
+        return await self.app(scope, receive, send)
+
+    def _is_authorized(self, request: Request) -> bool:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.encode(), self.state.api_key.encode())
+
+    # -- routes ------------------------------------------------------------------------------------------------
+    async def show_state(self, _: Request) -> JSONResponse:
+        return JSONResponse(self.state.public())
+
+    async def pause(self, request: Request) -> JSONResponse:
+        """``clear_cache``: the KV of requests in flight is recomputed with the next weights instead of kept."""
+        body = await _json(request)
+        async with self.state.lock:
+            await _engine(request).pause_generation(
+                mode="keep", clear_cache=bool(body.get("clear_cache", False))
+            )
+            self.state.paused = True
+        return JSONResponse({"paused": True})
+
+    async def resume(self, request: Request) -> JSONResponse:
+        async with self.state.lock:
+            await _engine(request).resume_generation()
+            self.state.paused = False
+        return JSONResponse({"paused": False})
+
+    async def update_weights(self, request: Request) -> JSONResponse:
+        """Load ``path`` in place on every rank. 400: bad request; 422: bad folder, the old weights keep serving."""
+        body = await _json(request)
+        path, version = body.get("path"), body.get("version")
+        if not isinstance(path, str) or type(version) is not int or version < 0:
+            return _error(400, 'expected {"path": "<folder>", "version": <policy version>}')
+        async with self.state.lock:
+            engine = _engine(request)
+            try:
+                ranks = await engine.collective_rpc("primerl_update_weights", args=(path, version))
+            except Exception as error:  # noqa: BLE001 (whatever a worker raised: its model is incomplete now)
+                return self._fail(f"loading {path} failed half-way: {type(error).__name__}: {error}")
+            if refused := [rank["error"] for rank in ranks if "error" in rank]:
+                if len(refused) < len(ranks):
+                    return self._fail(f"ranks disagree about {path}: {refused[0]}")
+                return _error(422, refused[0])
+            self.state.version = version
+            # requests without a cache salt must not meet prefixes of the old weights; kept while requests hold them
+            await engine.reset_prefix_cache()
+        logger.info("serving policy version %d from %s", version, path)
+        return JSONResponse({"version": version, "ranks": [rank["version"] for rank in ranks]})
+
+    def _fail(self, cause: str) -> JSONResponse:
+        if self.state.fault is not None and not self.state.fault.done():
+            self.state.fault.set_exception(RoleError(cause))
+        return _error(500, cause)
+
+
+def _engine(request: Request) -> Any:
+    return request.app.state.engine_client
+
+
+def _error(status: int, cause: str) -> JSONResponse:
+    return JSONResponse({"error": cause}, status_code=status)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    """The body as an object; an empty or malformed one counts as {}."""
+    try:
+        body = await request.json()
+    except (JSONDecodeError, UnicodeDecodeError):
+        return {}
+    return body if isinstance(body, dict) else {}

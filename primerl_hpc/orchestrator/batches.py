@@ -1,0 +1,211 @@
+"""Finished groups → batches for the trainer: advantages, staleness, samples without a signal, packing.
+
+    cutter.add(group)                                   # scores the group and queues it
+    if cutter.is_ready(min_fresh_version): batch = cutter.cut(step, min_fresh_version)
+
+``batch_size`` counts rollouts; groups stay whole, so a batch may exceed it where a group lost members to errors.
+A batch in which nothing has a signal is not a step: with ``drop`` it is thrown away and collected anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primerl_hpc.common.errors import ExitCode, RoleError
+from primerl_hpc.orchestrator.algorithms import compute_advantages
+from primerl_hpc.orchestrator.dispatcher import Group
+from primerl_hpc.orchestrator.packing import Packed, TrainSample, pack
+from primerl_hpc.orchestrator.sampler import TaskRef
+from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.recipe.rollout_schema import Algorithm, Rollouts
+from primerl_hpc.transport.rollouts import StepInfo
+
+ERROR_WINDOW_GROUPS = 100
+MIN_GROUPS_TO_JUDGE_ERRORS = 10
+
+
+class NoSignalError(RoleError):
+    """Nothing to learn from, batch after batch: starting again would find the same."""
+
+    exit_code = ExitCode.NO_CONTINUE
+
+
+class TooManyErrorsError(RoleError):
+    """Rollouts fail for their own reasons (not an engine's death), again and again."""
+
+    exit_code = ExitCode.NO_CONTINUE
+
+
+@dataclass
+class ScoredGroup:
+    group_id: int
+    task: TaskRef
+    rollouts: list[Rollout]
+    versions: list[int]  # when each rollout started
+    advantages: NDArray[np.float64]
+    num_failed: int
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.versions)
+
+    @property
+    def has_signal(self) -> bool:
+        return bool(self.advantages.any())
+
+
+@dataclass
+class Cut:
+    """One batch: what was consumed for it, and what goes to the trainer."""
+
+    info: StepInfo
+    groups: list[ScoredGroup]
+    packed: Packed | None
+    num_stale_groups: int  # dropped since the last batch
+    num_stale_rollouts: int
+    num_refilled_groups: int  # without a signal, replaced
+    failed_groups: int  # no rollout survived
+    samples: list[TrainSample] = field(default_factory=list)
+
+
+class BatchCutter:
+    def __init__(
+        self, rollouts: Rollouts, algorithm: Algorithm, *, seq_len: int, num_ranks: int, env_names: list[str]
+    ) -> None:
+        self.rollouts, self.algorithm = rollouts, algorithm
+        self.seq_len, self.num_ranks, self.env_names = seq_len, num_ranks, env_names
+        self._queue: deque[ScoredGroup] = deque()
+        self._window: deque[tuple[int, int]] = deque(
+            maxlen=ERROR_WINDOW_GROUPS
+        )  # (failed, all) of each group
+        self._num_stale_groups = self._num_stale_rollouts = self._num_refilled = self._num_failed_groups = 0
+        self._num_empty_in_a_row = self._refilled_rollouts_in_a_row = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Rollouts that wait for a batch."""
+        return sum(len(group.rollouts) for group in self._queue)
+
+    @property
+    def queued_tasks(self) -> list[TaskRef]:
+        return [group.task for group in self._queue]
+
+    def add(self, group: Group) -> ScoredGroup | None:
+        """Score a finished group and queue it; None when no rollout of it survived.
+
+        Raises TooManyErrorsError, or NoSignalError when refilling leads nowhere.
+        """
+        self._judge_errors(group.num_failed, group.size)
+        if not group.results:
+            self._num_failed_groups += 1
+            return None
+        results: list[Rollout] = group.results
+        advantages = compute_advantages(
+            self.algorithm,
+            [rollout.reward for rollout in results],
+            [rollout.output_tokens for rollout in results],
+            [rollout.input_tokens for rollout in results],
+            [rollout.num_turns for rollout in results],
+        )
+        scored = ScoredGroup(
+            group.group_id,
+            TaskRef(group.env, group.task),
+            results,
+            group.versions,
+            advantages,
+            group.num_failed,
+        )
+        if self.rollouts.zero_advantage == "refill" and not scored.has_signal:
+            self._num_refilled += 1
+            self._refilled_rollouts_in_a_row += len(results)
+            if self._refilled_rollouts_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
+                self._give_up()
+        else:
+            self._queue.append(scored)
+        return scored
+
+    def sweep(self, min_fresh_version: int) -> None:
+        """Drop queued groups whose oldest rollout is too old for the batch being collected."""
+        stale = [group for group in self._queue if group.oldest_version < min_fresh_version]
+        self._num_stale_groups += len(stale)
+        self._num_stale_rollouts += sum(len(group.rollouts) for group in stale)
+        if stale:
+            self._queue = deque(group for group in self._queue if group.oldest_version >= min_fresh_version)
+
+    def is_ready(self, min_fresh_version: int) -> bool:
+        self.sweep(min_fresh_version)
+        return self.num_queued >= self.rollouts.batch_size
+
+    def take(self, step: int, min_fresh_version: int) -> Cut | None:
+        """Whole groups in the order they finished, enough for a batch, with what of them will be trained.
+
+        None when nothing of them has a signal; raises NoSignalError when that happened too often in a row.
+        """
+        if not self.is_ready(min_fresh_version):
+            raise ValueError("no batch is ready")
+        groups, count = [], 0
+        while count < self.rollouts.batch_size:
+            groups.append(self._queue.popleft())
+            count += len(groups[-1].rollouts)
+        samples = self._samples(groups)
+        if not samples:
+            self._num_empty_in_a_row += 1
+            if self._num_empty_in_a_row >= self.rollouts.max_empty_batches:
+                self._give_up()
+            return None
+        self._num_empty_in_a_row = self._refilled_rollouts_in_a_row = 0
+        cut = Cut(
+            info=StepInfo(
+                step=step,
+                env_names=self.env_names,
+                policy_version_min=min(group.oldest_version for group in groups),
+                policy_version_max=max(
+                    rollout.last_version for group in groups for rollout in group.rollouts
+                ),
+                num_samples=len(samples),
+            ),
+            groups=groups,
+            packed=None,
+            num_stale_groups=self._num_stale_groups,
+            num_stale_rollouts=self._num_stale_rollouts,
+            num_refilled_groups=self._num_refilled,
+            failed_groups=self._num_failed_groups,
+            samples=samples,
+        )
+        self._num_stale_groups = self._num_stale_rollouts = self._num_refilled = self._num_failed_groups = 0
+        return cut
+
+    def pack(self, cut: Cut) -> Packed:
+        """The slow part of a cut; touches nothing but ``cut``, so it may run in a thread."""
+        cut.packed = pack(cut.samples, seq_len=self.seq_len, num_ranks=self.num_ranks)
+        return cut.packed
+
+    def _samples(self, groups: list[ScoredGroup]) -> list[TrainSample]:
+        keep_all = self.rollouts.zero_advantage == "keep"
+        return [
+            TrainSample(sample, float(advantage), group.task.env)
+            for group in groups
+            for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
+            if keep_all or advantage != 0
+            for sample in rollout.samples
+        ]
+
+    def _judge_errors(self, num_failed: int, size: int) -> None:
+        self._window.append((num_failed, size))
+        failed, total = (sum(column) for column in zip(*self._window, strict=True))
+        limit = self.rollouts.max_error_fraction
+        if len(self._window) >= MIN_GROUPS_TO_JUDGE_ERRORS and failed > limit * total:
+            raise TooManyErrorsError(
+                f"{failed} of the last {total} rollouts failed, more than rollouts.max_error_fraction {limit:g}",
+                mend="see the errors in the orchestrator's and the environment servers' logs",
+            )
+
+    def _give_up(self) -> None:
+        raise NoSignalError(
+            f"{self.rollouts.max_empty_batches} batches in a row without any difference of reward within a group",
+            mend="make the task easier or harder, raise rollouts.group_size, or start from another model",
+        )

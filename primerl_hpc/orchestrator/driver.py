@@ -1,0 +1,141 @@
+"""The part that training and stand-alone evaluation share: rollouts out, outcomes in, evaluations reported.
+
+While engines or router are away, rollouts fail for no fault of their own: they are tried again after a growing pause,
+until nothing succeeded for ``timeouts.inference_ready_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.metrics import MetricsWriter
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
+from primerl_hpc.orchestrator.evals import Evaluator
+from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
+from primerl_hpc.orchestrator.setup import RouterAddress
+from primerl_hpc.orchestrator.traces import TraceWriter
+from primerl_hpc.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
+
+
+class RolloutDriver:
+    def __init__(
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        dispatcher: Dispatcher,
+        evaluator: Evaluator,
+        runner: RolloutRunner,
+        router: RouterAddress,
+    ) -> None:
+        self.run, self.recipe, self.router = run, recipe, router
+        self.dispatcher, self.evaluator, self.runner = dispatcher, evaluator, runner
+        self.eval_metrics = MetricsWriter(run.metrics("eval"))
+        self.traces = {split: TraceWriter(run.traces(split.value)) for split in Split}
+        self.is_updating = (
+            False  # engines are paused for new weights: what starts now would be older than need be
+        )
+        self.errors: Counter[str] = Counter()
+        self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
+        self._faulty_since: float | None = None
+
+    def dispatch(self, queued: int) -> None:
+        if self.is_updating or self.router.url is None or time.monotonic() < self._paused_until:
+            return
+        for start in self.dispatcher.next_starts(queued):
+            self.runner.start(start)
+
+    def cancel(self, cancels: list[Cancel]) -> None:
+        for cancel in cancels:
+            self.runner.cancel(cancel.rollout_ids)
+
+    async def next_groups(self) -> list[Group]:
+        """Groups that were finished by what happened within the next tick; evaluation's are dealt with here."""
+        try:
+            async with asyncio.timeout(TICK_S):
+                outcomes = [await self.runner.outcomes.get()]
+        except TimeoutError:
+            return []
+        while not self.runner.outcomes.empty():
+            outcomes.append(self.runner.outcomes.get_nowait())
+        groups = [self._group_of(outcome) for outcome in outcomes if outcome is not None]
+        for group in groups:
+            if group is not None and group.split is Split.EVAL:
+                self._evaluated(group)
+        return [group for group in groups if group is not None and group.split is Split.TRAIN]
+
+    def open_evaluation(self, version: int) -> None:
+        if self.evaluator.open(version, self.dispatcher):
+            logger.info("evaluating policy v%d", version)
+            self.runner.wake()
+
+    def flush(self) -> None:
+        """Write the traces that were gathered; blocks, so call it in a thread while the run goes on."""
+        for traces in self.traces.values():
+            traces.flush()
+
+    def _group_of(self, outcome: Outcome) -> Group | None:
+        if outcome.rollout is not None:
+            self._pause_s, self._faulty_since = FIRST_PAUSE_S, None
+            return self.dispatcher.finished(outcome.rollout_id, outcome.rollout)
+        kind = outcome.error.split(":", 1)[0]
+        self.errors[kind] += 1
+        logger.log(
+            logging.WARNING if self.errors[kind] <= 5 else logging.DEBUG, "rollout failed: %s", outcome.error
+        )
+        if outcome.is_engine_fault:
+            self._pause(outcome.error)
+        return self.dispatcher.failed(outcome.rollout_id, is_fault=outcome.is_engine_fault)
+
+    def _pause(self, error: str) -> None:
+        now = time.monotonic()
+        self._faulty_since = self._faulty_since or now
+        if now - self._faulty_since > self.recipe.timeouts.inference_ready_s:
+            raise RoleError(
+                f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {error}",
+                mend="see logs/latest/inference/*.log",
+            )
+        if now >= self._paused_until:
+            self._paused_until = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+
+    def _evaluated(self, group: Group) -> None:
+        handle = self.runner.envs[Split.EVAL][group.env]
+        for rollout, version in zip(group.results, group.versions, strict=True):
+            self.traces[Split.EVAL].add(
+                rollout,
+                env=handle.environment.label,
+                task=handle.tasks[group.task].key,
+                version=version,
+                eval_version=group.tag.version,
+            )
+        if (done := self.evaluator.add(group)) is None:
+            return
+        version, metrics = done
+        self.eval_metrics.write(version, metrics)
+        scores = ", ".join(
+            f"{environment.label} {metrics[name]:.4f}"
+            for environment in self.recipe.environments.eval
+            if (name := f"eval/{environment.label}/avg@{environment.samples}") in metrics
+        )
+        logger.info(
+            "eval of policy v%d: %s (%.1f s)", version, scores or "no rollout succeeded", metrics["time/eval"]
+        )
+
+
+def env_limits(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], int]:
+    return {
+        (split, index): handle.environment.max_concurrent
+        for split, handles in envs.items()
+        for index, handle in enumerate(handles)
+        if handle.environment.max_concurrent is not None
+    }

@@ -1,0 +1,230 @@
+"""One environment server as the orchestrator sees it: runs rollouts there, and notices at once when it dies.
+
+    client = EnvServerClient(run, "env_server-0", environment)
+    await client.wait_ready(timeout_s=recipe.timeouts.env_server_ready_s)          # raises TimeoutWaitingError
+    episode = await client.run(task_data, train_client(recipe.model, tokenizer, router_url), recipe.model.name,
+                               sampling_config(recipe.rollouts.sampling, version), timeout_s=environment.timeout_s)
+    await client.health(); client.is_up; await client.close()
+
+``run`` returns verifiers' WireEpisode (``episode.ok``, ``episode.traces[i].branches[j].token_ids …``) and raises
+
+    EnvServerDied       the server died or was restarted while the rollout ran: run it again, nothing of it is left
+    TimeoutError        the rollout took longer than ``timeout_s``; it is cancelled at the server
+    EnvServerError      the server refused the request (bad task data, unknown model, …)
+    CancelledError      the awaiting task was cancelled; the server aborts the rollout and its engine request
+
+While the server is down ``run`` waits for its successor up to ``restart_timeout_s``; nothing is ever queued at a dead
+one. verifiers' own client never learns of a death (its runs stay pending for ever), so the endpoint file is watched
+here: it vanishes when the process ends, and a restarted server has another incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.recipe.renderer import renderer_config
+from primerl_hpc.recipe.rollout_schema import Environment, Sampling
+from primerl_hpc.recipe.schema import Model
+
+if TYPE_CHECKING:  # verifiers takes seconds to import
+    from verifiers.v1.configs.client import ClientConfig, EvalClientConfig, TrainClientConfig
+    from verifiers.v1.episode import WireEpisode
+    from verifiers.v1.serve import EnvClient
+    from verifiers.v1.types import SamplingConfig
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_TIMEOUT_S = 2.0
+
+
+class EnvServerDied(RoleError):
+    """The environment server ended while it ran something for us, or did not come back in time."""
+
+
+class EnvServerError(RoleError):
+    """The environment server is well but refused a request."""
+
+
+class EnvServerClient:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        process: str,
+        environment: Environment,
+        *,
+        poll_s: float = 0.2,
+        restart_timeout_s: float = 120.0,
+    ) -> None:
+        """``process``: ``env_server-<i>``. Starts watching at the first `wait_ready` or `run`, in that event loop."""
+        self.run_dir, self.process, self.environment = run_dir, process, environment
+        self.poll_s, self.restart_timeout_s = poll_s, restart_timeout_s
+        self._identity: tuple[Any, ...] | None = None  # whom we are connected to
+        self._client: EnvClient | None = None
+        self._up = asyncio.Event()
+        self._died: asyncio.Future[None] | None = None  # done when the server we are connected to is gone
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Connected to a server that answered."""
+        return self._up.is_set()
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Raises TimeoutWaitingError when the server is not published and healthy in time."""
+        self._ensure_watcher()
+        try:
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        except TimeoutError:
+            raise TimeoutWaitingError(
+                f"waited {timeout_s:.0f} s for the server of environment {self.environment.label}",
+                mend=f"see the log of {self.process}",
+            ) from None
+
+    async def run(
+        self,
+        task_data: dict[str, Any],
+        client: ClientConfig,
+        model: str,
+        sampling: SamplingConfig,
+        timeout_s: float | None = None,
+    ) -> WireEpisode:
+        """One rollout of the task (see the module docstring for what it raises).
+
+        ``timeout_s`` counts from the moment a live server has the request; default: the environment's.
+        """
+        timeout_s = self.environment.timeout_s if timeout_s is None else timeout_s
+        try:
+            await self.wait_ready(self.restart_timeout_s)
+        except TimeoutWaitingError as error:
+            raise EnvServerDied(error.cause, mend=error.mend) from None
+        assert self._client is not None and self._died is not None
+        server, died = self._client, self._died
+        task = asyncio.create_task(
+            server.run(client=client, model=model, sampling=sampling, task_data=task_data)
+        )
+        try:
+            await asyncio.wait({task, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if died.done():
+                raise EnvServerDied(
+                    f"the server of environment {self.environment.label} died during a rollout"
+                )
+            raise TimeoutError(f"a rollout of {self.environment.label} took longer than {timeout_s:.0f} s")
+        except RuntimeError as error:  # how verifiers says that the server answered with an error
+            raise EnvServerError(str(error), place=f"environment {self.environment.label}") from error
+        finally:
+            task.cancel()  # sends the cancellation to the server unless the rollout is done
+
+    async def health(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server answers now."""
+        return self._client is not None and await self._client.health(timeout_s)
+
+    async def close(self) -> None:
+        """Stop watching and give up what is running."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+            self._watcher = None
+        await self._disconnect()
+
+    # -- watching ------------------------------------------------------------------------------------------------
+    def _ensure_watcher(self) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+        elif self._watcher.done():
+            self._watcher.result()  # a fault of our own must not look like a server that does not come
+
+    async def _watch(self) -> None:
+        while True:
+            endpoint = read_endpoint(self.run_dir, self.process)
+            identity = endpoint and (
+                endpoint["attempt"],
+                endpoint["incarnation"],
+                endpoint["pid"],
+                endpoint["url"],
+            )
+            if identity != self._identity:
+                await self._disconnect()
+                if endpoint is not None:
+                    await self._connect(identity, endpoint["url"])
+            await asyncio.sleep(self.poll_s)
+
+    async def _connect(self, identity: tuple[Any, ...], url: str) -> None:
+        """A fresh socket, so that nothing meant for a predecessor is in it; tried again until the server answers."""
+        from verifiers.v1.serve import EnvClient
+
+        client = EnvClient(url)
+        try:
+            is_healthy = await client.health(_HEALTH_TIMEOUT_S)
+        except asyncio.CancelledError:
+            await client.close()
+            raise
+        if not is_healthy:
+            await client.close()
+            return
+        self._identity, self._client = identity, client
+        self._died = asyncio.get_running_loop().create_future()
+        self._up.set()
+        logger.info("environment %s is served at %s", self.environment.label, url)
+
+    async def _disconnect(self) -> None:
+        if self._client is None:
+            return
+        assert self._died is not None
+        logger.info("the server of environment %s is gone", self.environment.label)
+        client, self._client, self._identity = self._client, None, None
+        self._up.clear()
+        self._died.set_result(None)
+        await asyncio.sleep(0)  # the runs that waited cancel theirs before the socket closes under them
+        await client.close()
+
+
+# -- what a request carries ----------------------------------------------------------------------------------------------
+
+
+def train_client(model: Model, router_url: str) -> TrainClientConfig:
+    """Token-in, token-out through the router: episodes carry token ids and log-probabilities.
+
+    The key itself does not travel: the environment server has it in the variable that is named here.
+    """
+    from verifiers.v1.configs.client import TrainClientConfig
+
+    return TrainClientConfig.model_validate(
+        {
+            "base_url": f"{router_url}/v1",
+            "api_key_var": env.ENGINE_API_KEY,
+            "renderer": renderer_config(model),
+            "renderer_model_name": model.tokenizer or model.name,
+        }
+    )
+
+
+def eval_client(router_url: str) -> EvalClientConfig:
+    """Chat completions through the router, rendered by the engine; episodes carry no tokens."""
+    from verifiers.v1.configs.client import EvalClientConfig
+
+    return EvalClientConfig(base_url=f"{router_url}/v1", api_key_var=env.ENGINE_API_KEY)
+
+
+def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:
+    """Every parameter is sent, so no default of the model's or the engine's slips in.
+
+    ``version``: the policy version, as cache salt, so a request never meets prefixes of other weights.
+    """
+    from verifiers.v1.types import SamplingConfig
+
+    return SamplingConfig.model_validate(
+        {
+            **sampling.model_dump(exclude={"extra"}),
+            **sampling.extra,
+            "cache_salt": str(version),
+        }
+    )

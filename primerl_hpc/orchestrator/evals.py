@@ -1,0 +1,142 @@
+"""Evaluation of policy versions on held-out tasks, in the same permits as training and never cancelled.
+
+Version v0 (when asked for), every ``interval``-th version and the last are evaluated. One evaluation is all
+environments that are due at a version; its row in ``metrics/eval.jsonl`` has the version as its step. Its rollouts are
+started before training goes on; where the policy changed meanwhile, ``eval/policy_version/max`` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import comb
+
+import numpy as np
+
+from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group
+from primerl_hpc.orchestrator.metrics import distribution, is_solved
+from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment
+
+
+def is_due(environment: EvalEnvironment, version: int, *, on_start: bool, last_version: int) -> bool:
+    if version == 0:
+        return on_start or last_version == 0
+    return version == last_version or version % environment.interval == 0
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k of n rollouts, c of them solved, is solved: 1 - C(n-c,k)/C(n,k)
+    (arXiv 2107.03374 eq. 1)."""
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """Probability that all of k of n rollouts are solved: C(c,k)/C(n,k) (τ-bench, arXiv 2406.12045)."""
+    return comb(c, k) / comb(n, k)
+
+
+def eval_metrics(label: str, samples: int, groups: list[Group]) -> dict[str, float]:
+    """Metrics of one environment's tasks; a failed rollout counts in ``errors`` and nowhere else."""
+    rollouts: list[Rollout] = [rollout for group in groups for rollout in group.results]
+    num_failed = sum(group.num_failed for group in groups)
+    name = f"eval/{label}"
+    metrics: dict[str, float] = {
+        f"{name}/tasks": len(groups),
+        f"{name}/rollouts": len(rollouts),
+        f"{name}/errors": num_failed,
+    }
+    if not rollouts:
+        return metrics
+    metrics |= distribution(f"{name}/reward", [rollout.reward for rollout in rollouts])
+    metrics |= {
+        f"{name}/avg@{samples}": float(
+            np.mean(
+                [np.mean([rollout.reward for rollout in group.results]) for group in groups if group.results]
+            )
+        ),
+        f"{name}/completion_tokens/mean": float(np.mean([rollout.output_tokens for rollout in rollouts])),
+        f"{name}/turns/mean": float(np.mean([rollout.num_turns for rollout in rollouts])),
+        f"{name}/truncated/mean": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+    }
+    counts = [(len(g.results), sum(is_solved(rollout.reward) for rollout in g.results)) for g in groups]
+    k = 1
+    while k <= samples:
+        if enough := [(n, c) for n, c in counts if n >= k]:
+            metrics[f"{name}/pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in enough]))
+            metrics[f"{name}/pass^{k}"] = float(np.mean([pass_hat_k(n, c, k) for n, c in enough]))
+        k *= 2
+    return metrics
+
+
+@dataclass
+class Evaluation:
+    """One policy version's tasks, over all environments that are due."""
+
+    version: int
+    num_open: int
+    started: float = field(default_factory=time.monotonic)
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+
+
+class Evaluator:
+    def __init__(
+        self, environments: Environments, task_counts: list[int], last_version: int, evaluated: set[int]
+    ) -> None:
+        """``task_counts[e]``: tasks of eval environment e. ``evaluated``: versions that have their row already."""
+        self.environments, self.task_counts = environments, task_counts
+        self.last_version, self.evaluated = last_version, evaluated
+        self.num_open = 0
+
+    def due(self, version: int) -> list[int]:
+        """Indices of eval environments to run at ``version``."""
+        if version in self.evaluated:
+            return []
+        return [
+            index
+            for index, environment in enumerate(self.environments.eval)
+            if is_due(
+                environment,
+                version,
+                on_start=self.environments.eval_on_start,
+                last_version=self.last_version,
+            )
+        ]
+
+    def next_due(self, live: int, newest: int) -> int:
+        """The version to load next: the first in (live, newest] that is due for evaluation, else the newest."""
+        return next((version for version in range(live + 1, newest) if self.due(version)), newest)
+
+    def open(self, version: int, dispatcher: Dispatcher) -> bool:
+        """Queue every rollout of the evaluation of ``version``; False when none is due."""
+        due = self.due(version)
+        if not due:
+            return False
+        evaluation = Evaluation(version, sum(self.task_counts[env] for env in due))
+        for env in due:
+            evaluation.groups[env] = []
+            for task in range(self.task_counts[env]):
+                dispatcher.open_eval(env, task, self.environments.eval[env].samples, evaluation)
+        self.evaluated.add(version)
+        self.num_open += 1
+        return True
+
+    def add(self, group: Group) -> tuple[int, dict[str, float]] | None:
+        """(version, metrics) when this was the evaluation's last task."""
+        evaluation: Evaluation = group.tag
+        evaluation.groups[group.env].append(group)
+        evaluation.num_open -= 1
+        if evaluation.num_open:
+            return None
+        self.num_open -= 1
+        metrics: dict[str, float] = {}
+        groups = [group for groups in evaluation.groups.values() for group in groups]
+        for env, own in evaluation.groups.items():
+            environment = self.environments.eval[env]
+            metrics |= eval_metrics(environment.label, environment.samples, own)
+        started = [version for group in groups for version in group.versions]
+        ended = [rollout.last_version for group in groups for rollout in group.results]
+        if started:
+            metrics |= {"eval/policy_version/min": min(started), "eval/policy_version/max": max(ended)}
+        metrics["time/eval"] = time.monotonic() - evaluation.started
+        return evaluation.version, metrics

@@ -1,0 +1,47 @@
+"""Runs a coroutine to its end on uvloop where it is installed; SIGTERM cancels it and ends the process promptly."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from primerl_hpc.common.errors import ExitCode, PrimerlError
+
+
+class Terminated(PrimerlError):
+    """SIGTERM: the supervisor ends this process; what was not saved is lost."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+def run_until_done(main: Coroutine[Any, Any, None]) -> None:
+    """Raises what ``main`` raises (of several faults at once the first PrimerlError), Terminated after SIGTERM."""
+    factory = None
+    if importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        try:
+            runner.run(_with_sigterm(main))
+        except BaseExceptionGroup as faults:  # of a task group; a lone PrimerlError passes as it is
+            if (ours := faults.subgroup(PrimerlError)) is None:
+                raise
+            raise _first(ours) from faults
+
+
+async def _with_sigterm(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(main)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise Terminated("ended by SIGTERM") from None
+
+
+def _first(faults: BaseExceptionGroup) -> PrimerlError:
+    first = faults.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,280 @@
+"""The engines as the orchestrator sees them: who is there, which policy version each serves, and how all get a new one.
+
+    fleet = Fleet(run, ensure_api_key(run), update_timeout_s=recipe.timeouts.weight_update_s,
+                  recompute_kv=recipe.inference.recompute_kv_on_update)
+    await fleet.wait_ready(num=2, timeout_s=recipe.timeouts.inference_ready_s)      # raises TimeoutWaitingError
+    report = await fleet.update(run.weights_step(3), version=3)                     # pause → update → resume, in parallel
+    report.updated, report.failed, report.seconds                                   # names, {name: reason}, wall clock
+    report = await fleet.reconcile(run.weights_step(3), version=3)                  # only those that are not at 3
+    await fleet.versions()                     # {"inference-0": 3, "inference-1": None}; None: does not answer
+    await fleet.metrics()                      # {"inference-0": {"kv_usage", "running", "waiting", "generation_tokens",
+                                               #   "prompt_tokens", "preemptions"}}
+    await fleet.close()
+
+Admin calls go to the engines themselves, never through the router. The list of engines is what
+``control/endpoints/inference-*.json`` says at the moment of the call, so an engine that died is gone from it and one
+that was restarted is a new member (same name, higher incarnation) which `reconcile` brings to the current version.
+An engine that cannot be updated is not trusted: its name goes to ``control/restart_requests/<process>.json`` for the
+supervisor, and the router's keeper leaves it out while that request stands. A folder that every engine refuses is the
+folder's fault: all are in ``report.failed``, none is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.files import write_json
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints
+
+logger = logging.getLogger(__name__)
+
+# vLLM's metric → ours; summed over an engine's data-parallel ranks, except shares, of which the largest counts
+_METRICS = {
+    "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:generation_tokens_total": "generation_tokens",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:num_preemptions_total": "preemptions",
+}
+_SHARES = frozenset({"kv_usage"})
+
+
+class EngineError(RoleError):
+    """An engine refused an admin call or did not answer it."""
+
+
+class FolderRefused(EngineError):
+    """An engine looked at the weights folder and refused it; its old weights serve on."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One published engine. A restart makes a different one: the incarnation is part of its identity."""
+
+    process: str
+    url: str
+    attempt: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    version: int
+    updated: tuple[str, ...] = ()
+    """Processes that serve ``version`` now."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Processes that could not be updated, with the reason; a restart of each was requested."""
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """At least one engine serves the version and none is left behind."""
+        return bool(self.updated) and not self.failed
+
+
+class Fleet:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        api_key: str,
+        *,
+        update_timeout_s: float = 720.0,
+        request_timeout_s: float = 30.0,
+        attempts: int = 3,
+        backoff_s: float = 0.5,
+        recompute_kv: bool = False,
+    ) -> None:
+        """``attempts`` per engine and update, with ``backoff_s``, twice that, … between them."""
+        self.run_dir, self.attempts, self.backoff_s = run_dir, attempts, backoff_s
+        self.update_timeout_s, self.request_timeout_s = update_timeout_s, request_timeout_s
+        self.recompute_kv = recompute_kv
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"}, timeout=request_timeout_s, trust_env=False
+        )
+        self._lock = asyncio.Lock()  # two updates of one engine at a time would pause it twice
+
+    # -- who is there -------------------------------------------------------------------------------------------
+    def members(self) -> dict[str, Engine]:
+        """Published engines by process name, as the files say now."""
+        return {
+            name: Engine(name, end["url"], end["attempt"], end["incarnation"])
+            for name, end in read_endpoints(self.run_dir, Role.INFERENCE.value).items()
+        }
+
+    async def wait_ready(self, num: int, timeout_s: float, *, poll_s: float = 0.2) -> dict[str, int]:
+        """Versions by process once ``num`` engines are published and answer.
+
+        Raises TimeoutWaitingError saying how many there were.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            versions = {name: v for name, v in (await self.versions()).items() if v is not None}
+            if len(versions) >= num:
+                return versions
+            if time.monotonic() >= deadline:
+                raise TimeoutWaitingError(
+                    f"{len(versions)} of {num} engines were ready after {timeout_s:.0f} s",
+                    mend="see logs/latest/inference/*.log",
+                )
+            await asyncio.sleep(poll_s)
+
+    async def versions(self) -> dict[str, int | None]:
+        """Policy version that each member serves; None for one that does not answer."""
+        members = self.members()
+        states = await asyncio.gather(*(self._state_or_none(engine) for engine in members.values()))
+        return {name: state and state["version"] for name, state in zip(members, states, strict=True)}
+
+    # -- new weights -----------------------------------------------------------------------------------------------
+    async def update(self, path: Path | str, version: int) -> UpdateReport:
+        """Bring every member to ``version`` from the HF folder ``path``: pause → update → resume, engines in parallel.
+
+        Never raises for an engine's fault: those are in ``report.failed``. Requests in flight survive.
+        """
+        async with self._lock:
+            return await self._update(list(self.members().values()), path, version)
+
+    async def reconcile(self, path: Path | str, version: int) -> UpdateReport:
+        """Bring those members to ``version`` that serve another one or were left paused; cheap when all is well.
+
+        Call it while waiting for the next version: a restarted engine joins here.
+        """
+        async with self._lock:
+            members = list(self.members().values())
+            states = await asyncio.gather(*(self._state_or_none(engine) for engine in members))
+            laggards, current = [], []
+            for engine, state in zip(members, states, strict=True):
+                if state is None:
+                    continue  # dead or starting: the supervisor's business; it comes back as a new member
+                is_current = state["version"] == version and not state["paused"]
+                (current if is_current else laggards).append(engine)
+            report = await self._update(laggards, path, version, is_folder_good=bool(current))
+            updated = tuple(sorted([*report.updated, *(engine.process for engine in current)]))
+            return UpdateReport(version, updated, report.failed, report.seconds)
+
+    async def _update(
+        self, engines: list[Engine], path: Path | str, version: int, *, is_folder_good: bool = False
+    ) -> UpdateReport:
+        """``is_folder_good``: some engine serves it already, so one that refuses it is itself at fault."""
+        start = time.monotonic()
+        faults = await asyncio.gather(
+            *(self._update_engine(engine, str(path), version) for engine in engines)
+        )
+        outcomes = list(zip(engines, faults, strict=True))
+        updated = tuple(engine.process for engine, fault in outcomes if fault is None)
+        for engine, fault in outcomes:
+            is_own_fault = updated or is_folder_good or not isinstance(fault, FolderRefused)
+            if fault is not None and is_own_fault and self._is_same(engine):
+                self.request_restart(engine, str(fault))
+        failed = {engine.process: str(fault) for engine, fault in outcomes if fault is not None}
+        return UpdateReport(version, updated, failed, time.monotonic() - start)
+
+    async def _update_engine(self, engine: Engine, path: str, version: int) -> EngineError | None:
+        """None, or why the engine is not at ``version``."""
+        fault = EngineError(f"{engine.process} was never asked")
+        for attempt in range(self.attempts):
+            if attempt:
+                await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
+            if not self._is_same(engine):
+                return EngineError(f"{engine.process} died during the update")
+            try:
+                await self._pause_update_resume(engine, path, version)
+                return None
+            except EngineError as error:
+                fault = error
+                logger.warning("%s (attempt %d of %d)", fault, attempt + 1, self.attempts)
+        return fault
+
+    async def _pause_update_resume(self, engine: Engine, path: str, version: int) -> None:
+        try:
+            await self._post(engine, "/pause", {"clear_cache": self.recompute_kv}, self.request_timeout_s)
+            body = {"path": path, "version": version}
+            answer = await self._post(engine, "/update_weights", body, self.update_timeout_s)
+            if answer.get("version") != version:
+                raise EngineError(
+                    f"{engine.process} says version {answer.get('version')} after version {version}"
+                )
+        finally:
+            # also after a fault: the old weights are whole, and a paused engine would hold its requests for ever
+            await asyncio.shield(self._post(engine, "/resume", {}, self.request_timeout_s))
+
+    def request_restart(self, engine: Engine, reason: str) -> None:
+        """Ask the supervisor for a new incarnation of this engine; the router leaves it out meanwhile."""
+        write_json(
+            self.run_dir.restart_request(engine.process),
+            {
+                "process": engine.process,
+                "incarnation": engine.incarnation,
+                "reason": reason,
+                "time": time.time(),
+            },
+        )
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+    async def metrics(self) -> dict[str, dict[str, float]]:
+        """Gauges and counters of each member that answers (see the module's example for the names)."""
+        members = self.members()
+        texts = await asyncio.gather(*(self._metrics_text(engine) for engine in members.values()))
+        return {
+            name: parse_metrics(text) for name, text in zip(members, texts, strict=True) if text is not None
+        }
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _is_same(self, engine: Engine) -> bool:
+        end = read_endpoint(self.run_dir, engine.process)
+        return end is not None and (end["attempt"], end["incarnation"]) == (
+            engine.attempt,
+            engine.incarnation,
+        )
+
+    async def _state_or_none(self, engine: Engine) -> dict[str, Any] | None:
+        try:
+            answer = await self._client.get(f"{engine.url}/primerl/state")
+            return answer.json() if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    async def _metrics_text(self, engine: Engine) -> str | None:
+        try:
+            answer = await self._client.get(f"{engine.url}/metrics")
+            return answer.text if answer.status_code == 200 else None
+        except httpx.HTTPError:
+            return None
+
+    async def _post(
+        self, engine: Engine, route: str, body: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        try:
+            answer = await self._client.post(f"{engine.url}{route}", json=body, timeout=timeout_s)
+            content = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineError(
+                f"{engine.process} did not answer {route}: {type(error).__name__} {error}"
+            ) from error
+        if answer.status_code != 200:
+            kind = FolderRefused if answer.status_code == 422 else EngineError
+            raise kind(f"{engine.process} refused {route}: {content.get('error', content)}")
+        return content
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Our metric names from Prometheus' text format; a metric that is not there is left out."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name = _METRICS.get(line.split("{", 1)[0].split(" ", 1)[0])
+        if name is None:
+            continue
+        value = float(line.rsplit(" ", 1)[1])
+        found[name] = max(found.get(name, 0.0), value) if name in _SHARES else found.get(name, 0.0) + value
+    return found

@@ -1,0 +1,366 @@
+"""The orchestrator: one process between environments, engines and trainer.
+
+    start up    wait for engines, router and environment servers; resume from the last complete checkpoint
+    collect     the dispatcher says what starts, the runner runs it, finished groups go to the batch cutter
+    ship        batch n goes to the trainer once v{n-2} is live; the watcher brings new versions to the engines
+    end         after the last batch: last version live, last evaluation, last checkpoint
+
+Everything that decides is in modules without IO (dispatcher, batches, packing, sampler, evals); here they are wired
+to clocks, files and sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
+from primerl_hpc.common.metrics import MetricsWriter, read_steps
+from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.batches import BatchCutter, Cut
+from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
+from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
+from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits
+from primerl_hpc.orchestrator.evals import Evaluator
+from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics
+from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
+from primerl_hpc.orchestrator.sampler import TaskSampler
+from primerl_hpc.orchestrator.setup import (
+    RouterAddress,
+    load_environments,
+    make_fleet,
+    wait_for_peers,
+)
+from primerl_hpc.orchestrator.watcher import WeightWatcher
+from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.transport.rollouts_filesystem import FilesystemSender
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
+
+logger = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 0.2
+ENGINE_METRICS_S = 2.0
+
+
+class StoppedOnRequest(PrimerlError):
+    """The trainer saved and stopped, our side is saved: the run can be resumed."""
+
+    exit_code = ExitCode.STOPPED
+
+
+async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
+    """From start-up to the last checkpoint. Raises PrimerlError when the run cannot go on, or was asked to stop."""
+    fleet = make_fleet(run, phase.recipe)
+    router = RouterAddress(run)
+    envs = await load_environments(run, phase.recipe)
+    logger.info("waiting for engines, router and environment servers")
+    await wait_for_peers(phase, envs, fleet, router)
+    orchestrator = Orchestrator(run, phase, fleet, router, envs)
+    try:
+        await orchestrator.run_to_end()
+    finally:
+        orchestrator.driver.flush()
+        orchestrator.watcher.release()
+        await orchestrator.runner.close()
+        await fleet.close()
+
+
+def num_data_ranks(phase: PhasePlan) -> int:
+    """Data-parallel ranks of the trainer: its processes over context parallel."""
+    world = sum(len(process.nodes) * len(process.accelerators) for process in phase.of_role(Role.TRAINER))
+    return world // phase.recipe.layout.trainer.context_parallel
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        run: RunDir,
+        phase: PhasePlan,
+        fleet: Fleet,
+        router: RouterAddress,
+        envs: dict[Split, list[EnvHandle]],
+    ) -> None:
+        recipe = phase.recipe
+        self.run, self.recipe, self.fleet, self.envs = run, recipe, fleet, envs
+        self.resumed = run.latest_checkpoint() or 0
+        self.sampler = TaskSampler(
+            [len(handle.tasks) for handle in envs[Split.TRAIN]],
+            [environment.ratio for environment in recipe.environments.train],
+            recipe.seed,
+        )
+        rollouts = recipe.rollouts
+        self.dispatcher = Dispatcher(
+            next_task=self.sampler.next,
+            group_size=rollouts.group_size,
+            batch_size=rollouts.batch_size,
+            max_in_flight=rollouts.max_in_flight or 2 * rollouts.batch_size,
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+            last_step=recipe.steps,
+            step=self.resumed + 1,
+            version=self.resumed,
+            env_limits=env_limits(envs),
+        )
+        self.cutter = BatchCutter(
+            rollouts,
+            recipe.algorithm,
+            seq_len=recipe.seq_len,
+            num_ranks=num_data_ranks(phase),
+            env_names=[environment.label for environment in recipe.environments.train],
+        )
+        self.evaluator = Evaluator(
+            recipe.environments,
+            [len(handle.tasks) for handle in envs[Split.EVAL]],
+            recipe.steps,
+            {version for version in read_steps(run.metrics("eval")) if version <= self.resumed},
+        )
+        self.runner = RolloutRunner(
+            recipe,
+            envs,
+            live_version=lambda: self.dispatcher.version,
+            router_url=lambda: router.url,
+        )
+        self.driver = RolloutDriver(run, recipe, self.dispatcher, self.evaluator, self.runner, router)
+        self.watcher = WeightWatcher(
+            run,
+            fleet,
+            FilesystemWeightReader(run),
+            base_model=phase.model_path,
+            engines_timeout_s=recipe.timeouts.inference_ready_s,
+            next_version=self.evaluator.next_due,
+            on_pending=self._on_pending,
+            on_live=self._on_live,
+        )
+        self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
+        self.sender = FilesystemSender(run)
+        self.metrics = MetricsWriter(run.metrics("orchestrator"))
+        self.lag = LoopLag()
+        self.totals = {"rollouts": 0, "tokens": 0}
+        self._last_ship = self._last_look = time.monotonic()
+        self._closed_since: float | None = None
+        self._closed_s = 0.0
+        self._shipping: asyncio.Task[None] | None = None
+        self._engines: list[dict[str, float]] = []
+        self._generated: tuple[float, float] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+    async def run_to_end(self) -> None:
+        """The main loop beside the watcher; the first fault of any of them ends all."""
+        if self.resumed:
+            self._restore(load_state(self.run, self.resumed))
+            logger.info("resuming after step %d", self.resumed)
+        await self.watcher.load(self.resumed)
+        main = asyncio.create_task(self._train_and_finish())
+        helpers = [
+            asyncio.create_task(each)
+            for each in (self.watcher.watch(), self.lag.watch(), self._watch_engines())
+        ]
+        try:
+            await asyncio.wait([main, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*helpers, main):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (main, *helpers):
+                task.cancel()
+            await asyncio.gather(main, *helpers, return_exceptions=True)
+
+    async def _train_and_finish(self) -> None:
+        self._last_ship = time.monotonic()
+        while self.dispatcher.step <= self.recipe.steps or self._shipping is not None:
+            await self._turn()
+        logger.info("the last batch is shipped")
+        self.driver.cancel(self.dispatcher.stop_training())
+        last = self.recipe.steps
+        await self._until(lambda: self.watcher.version >= last, f"policy version {last}")
+        while self.evaluator.num_open:
+            await self._turn()
+        if self._is_saved_at(last):
+            await self._until(
+                lambda: self.follower.committed >= last, f"the trainer's checkpoint of step {last}"
+            )
+
+    async def _turn(self) -> None:
+        """Start what may start, take in what ended, ship what is ready, look at the files."""
+        self.driver.dispatch(self.cutter.num_queued)
+        for group in await self.driver.next_groups():
+            self._score(group)
+        if self._shipping is not None and self._shipping.done():
+            self._shipping.result()
+            self._shipping = None
+        if (
+            self._shipping is None
+            and self.dispatcher.step <= self.recipe.steps
+            and self.dispatcher.may_ship
+            and self.cutter.is_ready(self.dispatcher.min_fresh_version)
+        ):
+            self._cut()
+        await self._look_at_files()
+        self._watch_gate()
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Raises TimeoutWaitingError when neither ``condition`` nor a new version came within timeouts.weights_s."""
+        start, timeout_s = time.monotonic(), self.recipe.timeouts.weights_s
+        while not condition():
+            if time.monotonic() - max(start, self.watcher.last_live) > timeout_s:
+                raise TimeoutWaitingError(
+                    f"waited {timeout_s} s for {what}", mend="see logs/latest/trainer.log"
+                )
+            await self._turn()
+
+    def _is_saved_at(self, step: int) -> bool:
+        checkpoint = self.recipe.checkpoint
+        return checkpoint.at_end or bool(checkpoint.interval and step % checkpoint.interval == 0)
+
+    # -- policy versions ---------------------------------------------------------------------------------------------
+    def _on_pending(self, version: int) -> None:
+        self.driver.is_updating = True
+        self.driver.cancel(self.dispatcher.cancel_stale())
+
+    def _on_live(self, version: int) -> None:
+        self.driver.is_updating = False
+        self.dispatcher.policy_live(version)
+        self.driver.open_evaluation(version)
+        self.runner.wake()
+
+    def _watch_gate(self) -> None:
+        """How long nothing could start because the trainer is behind; too long means that it is stuck."""
+        now = time.monotonic()
+        if self.dispatcher.lead <= min(1, self.dispatcher.max_off_policy_steps):
+            self._closed_s += now - self._closed_since if self._closed_since else 0.0
+            self._closed_since = None
+            return
+        self._closed_since = self._closed_since or now
+        if now - max(self._closed_since, self.watcher.last_live) > self.recipe.timeouts.weights_s:
+            raise TimeoutWaitingError(
+                f"waited {self.recipe.timeouts.weights_s} s for policy version {self.dispatcher.version + 1}",
+                mend="see logs/latest/trainer.log, or raise timeouts.weights_s",
+            )
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+    def _score(self, group: Group) -> None:
+        scored = self.cutter.add(group)
+        if scored is None:
+            return
+        handle = self.envs[Split.TRAIN][group.env]
+        for rollout, version, advantage in zip(
+            scored.rollouts, scored.versions, scored.advantages, strict=True
+        ):
+            self.driver.traces[Split.TRAIN].add(
+                rollout,
+                env=handle.environment.label,
+                task=handle.tasks[group.task].key,
+                version=version,
+                advantage=float(advantage),
+                group=group.group_id,
+            )
+            self.totals["rollouts"] += 1
+            self.totals["tokens"] += rollout.output_tokens
+
+    def _cut(self) -> None:
+        """Take the batch being collected; it is packed and sent while the next one is collected."""
+        step = self.dispatcher.step
+        cut = self.cutter.take(step, self.dispatcher.min_fresh_version)
+        if cut is None:
+            logger.warning("a whole batch without a signal was thrown away; collecting step %d anew", step)
+            return
+        self.follower.remember(step, self._state())
+        self.driver.cancel(self.dispatcher.advance(step + 1))
+        self._shipping = asyncio.create_task(self._ship(cut))
+        self._shipping.add_done_callback(lambda _: self.runner.wake())
+
+    async def _ship(self, cut: Cut) -> None:
+        start = time.monotonic()
+        packed = await asyncio.to_thread(self.cutter.pack, cut)
+        packed_at = time.monotonic()
+        cut.info.metrics = {"reward/mean": _mean_reward(cut)}
+        await asyncio.to_thread(self.sender.send, cut.info, packed.ranks)
+        self._report(cut, {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at})
+
+    def _report(self, cut: Cut, times: dict[str, float]) -> None:
+        now = time.monotonic()
+        step_s, self._last_ship = now - self._last_ship, now
+        self._watch_gate()
+        wait_s, self._closed_s = self._closed_s, 0.0
+        metrics = batch_metrics(cut, self.dispatcher) | times
+        metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
+        metrics |= self.watcher.take_metrics() | self.lag.take() | self._engine_metrics()
+        metrics |= {f"progress/{name}": value for name, value in self.totals.items()}
+        for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
+            metrics[f"progress/{environment.label}/epoch"] = epoch
+        self.metrics.write(cut.info.step, metrics)
+        logger.info(
+            "step %d | %.1f s | reward %.4f | trainable %.0f %% | turns %.1f | off-policy max %d | errors %.0f %% | "
+            "truncated %.0f %% | rows %d",
+            cut.info.step,
+            step_s,
+            metrics["reward/mean"],
+            100 * metrics["batch/trainable"],
+            metrics["turns/mean"],
+            metrics["off_policy/max"],
+            100 * metrics["errors/mean"],
+            100 * metrics["truncated/mean"],
+            metrics["packing/rows"],
+        )
+
+    async def _watch_engines(self) -> None:
+        while True:
+            self._engines = list((await self.fleet.metrics()).values())
+            await asyncio.sleep(ENGINE_METRICS_S)
+
+    def _engine_metrics(self) -> dict[str, float]:
+        """Of the last look at the engines: one that hangs must not hold a batch up."""
+        engines = self._engines
+        if not engines:
+            return {"inference/engines": 0}
+        total = sum(engine.get("generation_tokens", 0.0) for engine in engines)
+        now, before = time.monotonic(), self._generated
+        self._generated = (now, total)
+        metrics = {
+            "inference/engines": len(engines),
+            "inference/running": sum(engine.get("running", 0.0) for engine in engines),
+            "inference/waiting": sum(engine.get("waiting", 0.0) for engine in engines),
+            "inference/kv_usage/max": max(engine.get("kv_usage", 0.0) for engine in engines),
+        }
+        if before is not None and total >= before[1]:
+            metrics["inference/tokens_per_s"] = (total - before[1]) / max(now - before[0], 1e-9)
+        return metrics
+
+    # -- files -------------------------------------------------------------------------------------------------------
+    async def _look_at_files(self) -> None:
+        """Router's address, trainer's checkpoints, a stop: a few existence checks, off the event loop."""
+        if time.monotonic() - self._last_look < HOUSEKEEPING_S:
+            return
+        self._last_look = time.monotonic()
+        await asyncio.to_thread(self.driver.flush)
+        await asyncio.to_thread(self.driver.router.refresh)
+        await asyncio.to_thread(self.follower.follow)
+        stopped_at = await asyncio.to_thread(self.follower.stopped_at)
+        if stopped_at is None:
+            return
+        if not self.follower.is_complete(stopped_at):
+            await asyncio.to_thread(self.follower.follow)  # the trainer's side appeared after the look above
+        raise StoppedOnRequest(f"stopped on request after step {stopped_at}, state saved")
+
+    def _state(self) -> dict[str, Any]:
+        """All that a resumed orchestrator needs, as it is now, after a cut; JSON-able."""
+        unfinished = self.cutter.queued_tasks + self.dispatcher.unfinished_tasks()
+        return {"sampler": self.sampler.state(unfinished), "totals": dict(self.totals)}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        try:
+            self.sampler.restore(state["sampler"])
+        except ValueError as error:
+            raise DataError(
+                str(error), mend="resume with the environments that the run was started with"
+            ) from error
+        self.totals = dict(state["totals"])
+
+
+def _mean_reward(cut: Cut) -> float:
+    rewards = [rollout.reward for group in cut.groups for rollout in group.rollouts]
+    return sum(rewards) / len(rewards)

@@ -1,0 +1,129 @@
+"""What a batch says about the run, under the metric names of the field (reward/…, off_policy/…, time/…).
+
+Names end in ``/mean``, ``/max`` … ; a part about one environment is ``<name>/<environment>/mean``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from primerl_hpc.orchestrator.batches import Cut, ScoredGroup
+from primerl_hpc.orchestrator.dispatcher import Dispatcher
+
+
+def distribution(name: str, values: ArrayLike) -> dict[str, float]:
+    """mean, min, max, p10 and p90 of ``values``; nothing when there are none."""
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size:
+        return {}
+    p10, p90 = np.percentile(array, [10, 90])
+    return {
+        f"{name}/mean": float(array.mean()),
+        f"{name}/min": float(array.min()),
+        f"{name}/max": float(array.max()),
+        f"{name}/p10": float(p10),
+        f"{name}/p90": float(p90),
+    }
+
+
+def group_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, float]:
+    """Rewards, lengths, turns, truncation and errors over the rollouts of ``groups``; ``suffix`` is ``/<env>``."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = sum(group.num_failed for group in groups)
+    metrics = {
+        **distribution(f"reward{suffix}", [rollout.reward for rollout in rollouts]),
+        **distribution(f"completion_tokens{suffix}", [rollout.output_tokens for rollout in rollouts]),
+        f"prompt_tokens{suffix}/mean": float(np.mean([rollout.input_tokens for rollout in rollouts])),
+        f"turns{suffix}/mean": float(np.mean([rollout.num_turns for rollout in rollouts])),
+        f"truncated{suffix}/mean": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        f"errors{suffix}/mean": failed / max(1, failed + len(rollouts)),
+        f"rollout_s{suffix}/mean": float(np.mean([rollout.seconds for rollout in rollouts])),
+    }
+    for kind in ("rewards", "metrics"):
+        names = sorted({name for rollout in rollouts for name in getattr(rollout, kind)})
+        for name in names:
+            values = [getattr(rollout, kind)[name] for rollout in rollouts if name in getattr(rollout, kind)]
+            metrics[f"{kind}{suffix}/{name}/mean"] = float(np.mean(values))
+    return metrics
+
+
+def solved_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
+    """Shares of groups in which no, every, or some rollout got the full reward of 1."""
+    counts = [
+        sum(is_solved(rollout.reward) for rollout in group.rollouts) / len(group.rollouts) for group in groups
+    ]
+    shares = np.asarray(counts)
+    return {
+        "solve_none": float((shares == 0).mean()),
+        "solve_all": float((shares == 1).mean()),
+        "solve_some": float(((shares > 0) & (shares < 1)).mean()),
+    }
+
+
+def is_solved(reward: float) -> bool:
+    """A rollout counts as solved for pass@k and solve_* from the full reward of 1 on."""
+    return reward >= 1 - 1e-6
+
+
+def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
+    """Everything about one batch but times."""
+    step, packed = cut.info.step, cut.packed
+    ages = [(step - 1) - version for group in cut.groups for version in group.versions]
+    num_rollouts = len(ages)
+    names = cut.info.env_names
+    metrics = group_metrics(cut.groups) | solved_metrics(cut.groups)
+    if len(names) > 1:
+        for env, name in enumerate(names):
+            if own := [group for group in cut.groups if group.task.env == env]:
+                metrics |= group_metrics(own, f"/{name}")
+                metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
+    metrics |= {
+        "batch/rollouts": num_rollouts,
+        "batch/samples": cut.info.num_samples,
+        "batch/trainable": sum(int((group.advantages != 0).sum()) for group in cut.groups) / num_rollouts,
+        "batch/groups_without_signal": sum(not group.has_signal for group in cut.groups),
+        "batch/groups_refilled": cut.num_refilled_groups,
+        "batch/groups_failed": cut.failed_groups,
+        "off_policy/mean": float(np.mean(ages)),
+        "off_policy/max": float(max(ages)),
+        "off_policy/dropped": cut.num_stale_rollouts,
+    }
+    if packed is not None:
+        rows = [row for rank in packed.ranks for row in rank]
+        metrics |= {
+            "packing/rows": len(rows),
+            "packing/fill": packed.fill,
+            "packing/dummies": packed.num_dummies,
+            "packing/truncated": packed.num_truncated,
+            "packing/untrainable": packed.num_untrainable,
+            "batch/tokens": sum(row.num_tokens for row in rows),
+            "batch/trained_tokens": sum(int(row.loss_mask.sum()) for row in rows),
+        }
+    metrics |= {f"dispatcher/{name}": value for name, value in asdict(dispatcher.counters).items()}
+    metrics["dispatcher/in_flight"] = dispatcher.in_flight
+    return metrics
+
+
+class LoopLag:
+    """How late the event loop runs what is due: the sign of an orchestrator that is out of CPU."""
+
+    def __init__(self, interval_s: float = 0.25) -> None:
+        self.interval_s = interval_s
+        self._lags: list[float] = []
+
+    async def watch(self) -> None:
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(self.interval_s)
+            self._lags.append(max(0.0, time.monotonic() - start - self.interval_s))
+
+    def take(self) -> dict[str, float]:
+        lags, self._lags = self._lags, []
+        if not lags:
+            return {}
+        return {"event_loop_lag/mean": float(np.mean(lags)), "event_loop_lag/max": float(max(lags))}

@@ -1,0 +1,173 @@
+"""Samples → rows of at most ``seq_len`` tokens, the same number for every data-parallel rank.
+
+FSDP ranks march in step: a micro-step lasts as long as its slowest row. So:
+
+1. the number of rows is the smallest multiple of the ranks into which the samples fit;
+2. samples go longest first into the *cheapest* row that still has room (LPT with a hard cap on tokens);
+3. rows sorted by cost are dealt so that each micro-step's rows cost alike.
+
+    ranks = pack(samples, advantages, env_ids, seq_len=2048, num_ranks=8)      # list[list[MicroBatch]]
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primerl_hpc.orchestrator.trajectories import Sample
+from primerl_hpc.transport.rollouts import MicroBatch
+
+# Sequence length at which attention costs as much as the matrices: P/(layers·heads·head_dim), 8 k to 27 k tokens for
+# models of 0.6 to 4 B parameters. Only balance depends on it.
+QUADRATIC_AT_TOKENS = 16_384
+
+
+@dataclass
+class TrainSample:
+    """A sample with what its group made of it."""
+
+    sample: Sample
+    advantage: float
+    env_id: int
+
+
+@dataclass
+class Packed:
+    """``ranks[r]`` are the rows of rank r."""
+
+    ranks: list[list[MicroBatch]]
+    num_truncated: int
+    num_untrainable: int  # samples whose trained tokens all lay beyond seq_len
+    num_dummies: int
+    fill: float  # useful tokens / (rows × seq_len)
+
+
+def cost_of(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Linear (matrices) plus quadratic (attention) cost of sequences, in tokens. Shape of ``lengths``."""
+    return lengths + lengths.astype(np.float64) ** 2 / QUADRATIC_AT_TOKENS
+
+
+def assign_rows(lengths: NDArray[np.int64], cap: int, num_ranks: int) -> list[list[int]]:
+    """Indices of the samples of each row; rows are a multiple of ``num_ranks`` and may be empty at the end.
+
+    Every length must be in [1, cap]. O((S + rows) log rows) per tried number of rows.
+    """
+    order = np.argsort(-lengths, kind="stable").tolist()
+    sizes, costs = lengths.tolist(), cost_of(lengths).tolist()
+    needed = max(1, -(-int(lengths.sum()) // cap))
+    num_rows = -(-needed // num_ranks) * num_ranks
+    while (rows := _place(order, sizes, costs, cap, num_rows)) is None:
+        num_rows += num_ranks
+    return rows
+
+
+def _place(
+    order: list[int], sizes: list[int], costs: list[float], cap: int, num_rows: int
+) -> list[list[int]] | None:
+    """Longest first into the cheapest row with room; None when a sample found no row.
+
+    A row too full for the sample at hand is parked by its room and comes back when samples are small enough, so each
+    placement moves a row at most once in and once out.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    room = [cap] * num_rows
+    cheapest: list[tuple[float, int]] = [(0.0, row) for row in range(num_rows)]
+    parked: list[tuple[int, int, float]] = []  # (-room, row, cost)
+    push, pop = heapq.heappush, heapq.heappop
+    for index in order:
+        size = sizes[index]
+        while parked and -parked[0][0] >= size:
+            _, row, cost = pop(parked)
+            push(cheapest, (cost, row))
+        while cheapest and room[cheapest[0][1]] < size:
+            cost, row = pop(cheapest)
+            push(parked, (-room[row], row, cost))
+        if not cheapest:
+            return None
+        cost, row = cheapest[0]
+        rows[row].append(index)
+        room[row] -= size
+        heapq.heapreplace(cheapest, (cost + costs[index], row))
+    return rows
+
+
+def deal_rows(rows: list[list[int]], row_costs: list[float], num_ranks: int) -> list[list[list[int]]]:
+    """``result[r]`` are the rows of rank r: consecutive rows of like cost share a micro-step, dealt there and back."""
+    order = sorted(range(len(rows)), key=lambda row: -row_costs[row])
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for micro_step in range(len(rows) // num_ranks):
+        chunk = order[micro_step * num_ranks : (micro_step + 1) * num_ranks]
+        for rank, row in enumerate(chunk if micro_step % 2 == 0 else reversed(chunk)):
+            ranks[rank].append(rows[row])
+    return ranks
+
+
+def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
+    """All samples in rows of at most ``seq_len`` tokens; a dummy row of zero weight only where a rank would be idle."""
+    num_truncated = sum(each.sample.num_tokens > seq_len for each in samples)
+    kept = [each for each in samples if each.sample.loss_mask[:seq_len].any()]
+    if not kept:
+        dummies = [[_dummy_row()] for _ in range(num_ranks)]
+        return Packed(dummies, num_truncated, len(samples), num_ranks, 0.0)
+    lengths = np.minimum([each.sample.num_tokens for each in kept], seq_len).astype(np.int64)
+    rows = assign_rows(lengths, seq_len, num_ranks)
+    costs = cost_of(lengths).tolist()
+    dealt = deal_rows(rows, [sum(costs[index] for index in row) for row in rows], num_ranks)
+    ranks = [
+        [_row([kept[index] for index in row], seq_len) if row else _dummy_row() for row in rank]
+        for rank in dealt
+    ]
+    return Packed(
+        ranks=ranks,
+        num_truncated=num_truncated,
+        num_untrainable=len(samples) - len(kept),
+        num_dummies=sum(not row for row in rows),
+        fill=float(lengths.sum()) / (len(rows) * seq_len),
+    )
+
+
+def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
+    streams = [each.sample for each in samples]
+    lengths = np.minimum([stream.num_tokens for stream in streams], seq_len).astype(np.int64)
+    total = int(lengths.sum())
+    loss_mask = np.concatenate([stream.loss_mask[:seq_len] for stream in streams])
+
+    def spread(values: list[float], dtype: type) -> NDArray:
+        return np.repeat(np.asarray(values, dtype=dtype), lengths)
+
+    return MicroBatch(
+        input_ids=np.concatenate([stream.token_ids[:seq_len] for stream in streams]),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        loss_mask=loss_mask,
+        advantages=spread([each.advantage for each in samples], np.float32) * loss_mask,
+        inference_logprobs=np.concatenate([stream.logprobs[:seq_len] for stream in streams]),
+        temperatures=spread([stream.temperature for stream in streams], np.float32),
+        rl_weights=loss_mask.astype(np.float32),
+        ce_weights=np.zeros(total, np.float32),
+        ref_kl_weights=np.zeros(total, np.float32),
+        ref_logprobs=np.zeros(total, np.float32),
+        env_ids=spread([each.env_id for each in samples], np.int32),
+        sample_lengths=lengths,
+    )
+
+
+def _dummy_row() -> MicroBatch:
+    """Two tokens that nobody trains: a rank without work still takes part in the collectives."""
+    zeros = np.zeros(2, np.float32)
+    return MicroBatch(
+        input_ids=np.zeros(2, np.int64),
+        position_ids=np.arange(2, dtype=np.int64),
+        loss_mask=np.zeros(2, np.bool_),
+        advantages=zeros,
+        inference_logprobs=zeros,
+        temperatures=np.ones(2, np.float32),
+        rl_weights=zeros,
+        ce_weights=zeros,
+        ref_kl_weights=zeros,
+        ref_logprobs=zeros,
+        env_ids=np.zeros(2, np.int32),
+        sample_lengths=np.array([2], np.int64),
+    )

@@ -1,0 +1,161 @@
+"""Carries the dispatcher's actions out: one asyncio task per rollout, and a queue of what became of them.
+
+runner.start(start)                        # returns at once
+outcome = await runner.outcomes.get()      # Outcome(rollout_id, rollout | None, error)
+runner.cancel(rollout_ids)                 # their outcomes never come
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from primerl_hpc.envs.tasks import EnvironmentTask
+from primerl_hpc.orchestrator.dispatcher import Split, Start
+from primerl_hpc.orchestrator.env_client import (
+    EnvServerClient,
+    EnvServerDied,
+    EnvServerError,
+    sampling_config,
+    train_client,
+)
+from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, rollout_of
+from primerl_hpc.recipe.rollout_schema import Environment, EvalEnvironment, Sampling
+from primerl_hpc.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+
+
+@dataclass
+class EnvHandle:
+    """One environment of the recipe: its server and its tasks."""
+
+    environment: Environment
+    client: EnvServerClient
+    tasks: list[EnvironmentTask] = field(default_factory=list)
+
+    def sampling(self, default: Sampling) -> Sampling:
+        own = self.environment.sampling if isinstance(self.environment, EvalEnvironment) else None
+        return own or default
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rollout ended."""
+
+    rollout_id: int
+    rollout: Rollout | None
+    error: str = ""
+    is_engine_fault: bool = (
+        False  # nobody could have done it just then: worth another try, not the rollout's fault
+    )
+
+
+class RolloutRunner:
+    def __init__(
+        self,
+        recipe: Recipe,
+        envs: dict[Split, list[EnvHandle]],
+        *,
+        live_version: Callable[[], int],
+        router_url: Callable[[], str | None],
+    ) -> None:
+        """``router_url``: where rollouts sample now; None while the router is down."""
+        self.recipe, self.envs = recipe, envs
+        self.live_version, self.router_url = live_version, router_url
+        self.outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._client_configs: dict[str, Any] = {}
+        self._sampling_configs: dict[tuple[Split, int], tuple[int, Any]] = {}
+
+    def wake(self) -> None:
+        """Have whoever waits for an outcome look around: something else changed."""
+        self.outcomes.put_nowait(None)
+
+    def start(self, start: Start) -> None:
+        task = asyncio.create_task(self._run(start), name=f"rollout-{start.rollout_id}")
+        self._tasks[start.rollout_id] = task
+        task.add_done_callback(lambda done: self._ended(start.rollout_id, done))
+
+    def cancel(self, rollout_ids: tuple[int, ...]) -> None:
+        for rollout_id in rollout_ids:
+            if (task := self._tasks.pop(rollout_id, None)) is not None:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is in flight; the environment servers abort it and the engines drop its requests.
+
+        Bounded, because it also runs on SIGTERM: what a busy machine does not get done in time ends with the servers.
+        """
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        clients = [handle.client for handles in self.envs.values() for handle in handles]
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*(client.close() for client in clients))
+        except TimeoutError:
+            logger.warning("%d rollouts were not taken back within %.0f s", len(tasks), CLOSE_S)
+
+    def _ended(self, rollout_id: int, task: asyncio.Task[None]) -> None:
+        """A task that we did not cancel has an outcome, also when it ended in a way nobody foresaw."""
+        if self._tasks.pop(rollout_id, None) is None:
+            return
+        if task.cancelled():
+            self.outcomes.put_nowait(
+                Outcome(rollout_id, None, "Cancelled: by its client", is_engine_fault=True)
+            )
+        elif (error := task.exception()) is not None:
+            logger.error("rollout %d", rollout_id, exc_info=error)
+            self.outcomes.put_nowait(Outcome(rollout_id, None, f"{type(error).__name__}: {error}"))
+
+    async def _run(self, start: Start) -> None:
+        started = time.monotonic()
+        try:
+            rollout = await self._rollout(start)
+        except RolloutFailed as error:
+            outcome = Outcome(start.rollout_id, None, str(error), error.is_engine_fault)
+        except EnvServerDied as error:
+            outcome = Outcome(start.rollout_id, None, f"EnvServerDied: {error}", is_engine_fault=True)
+        except (EnvServerError, TimeoutError) as error:
+            outcome = Outcome(start.rollout_id, None, f"{type(error).__name__}: {error}")
+        else:
+            rollout.last_version = self.live_version()
+            rollout.seconds = time.monotonic() - started
+            outcome = Outcome(start.rollout_id, rollout)
+        self.outcomes.put_nowait(outcome)
+
+    async def _rollout(self, start: Start) -> Rollout:
+        handle = self.envs[start.split][start.env]
+        url = self.router_url()
+        if url is None:
+            raise RolloutFailed("NoRouter", "the router is down", is_engine_fault=True)
+        sampling = handle.sampling(self.recipe.rollouts.sampling)
+        episode = await handle.client.run(
+            handle.tasks[start.task].data,
+            self._client_config(url),
+            self.recipe.model.name,
+            self._sampling_config(start, sampling),
+            timeout_s=handle.environment.timeout_s,
+        )
+        return rollout_of(episode, temperature=sampling.temperature)
+
+    def _client_config(self, url: str) -> Any:
+        if url not in self._client_configs:
+            self._client_configs = {url: train_client(self.recipe.model, url)}
+        return self._client_configs[url]
+
+    def _sampling_config(self, start: Start, sampling: Sampling) -> Any:
+        known = self._sampling_configs.get((start.split, start.env))
+        if known is None or known[0] != start.version:
+            known = (start.version, sampling_config(sampling, start.version))
+            self._sampling_configs[start.split, start.env] = known
+        return known[1]

@@ -1,0 +1,86 @@
+"""Start-up: what an orchestrator or evaluator needs from its peers before the first rollout.
+
+Environments' tasks are loaded here, environment servers and engines waited for, the router's address read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from primerl_hpc.common.errors import TimeoutWaitingError
+from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
+from primerl_hpc.envs.config import environments_of
+from primerl_hpc.envs.tasks import load_tasks
+from primerl_hpc.orchestrator.dispatcher import Split
+from primerl_hpc.orchestrator.env_client import EnvServerClient
+from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.orchestrator.runner import EnvHandle
+from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.recipe.rollout_schema import EvalEnvironment
+from primerl_hpc.recipe.schema import Recipe
+
+ROUTER = process_name(Role.ROUTER, 0)
+POLL_S = 0.2
+
+
+@dataclass
+class RouterAddress:
+    """Where rollouts sample now; None while the router is down. A restarted router may have another port."""
+
+    run: RunDir
+    url: str | None = None
+
+    def refresh(self) -> str | None:
+        endpoint = read_endpoint(self.run, ROUTER)
+        self.url = endpoint["url"].rstrip("/") if endpoint else None
+        return self.url
+
+
+def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:
+    return Fleet(
+        run,
+        ensure_api_key(run),
+        update_timeout_s=recipe.timeouts.weight_update_s,
+        recompute_kv=recipe.inference.recompute_kv_on_update,
+    )
+
+
+async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[EnvHandle]]:
+    """Tasks and clients of every environment, in the recipe's order; server i serves train then eval.
+
+    Raises ConfigError and DataError naming the environment.
+    """
+    handles: dict[Split, list[EnvHandle]] = {Split.TRAIN: [], Split.EVAL: []}
+    for index, (split, environment) in enumerate(environments_of(recipe)):
+        limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
+        tasks = await asyncio.to_thread(load_tasks, environment, limit)
+        client = EnvServerClient(run, process_name(Role.ENV_SERVER, index), environment)
+        handles[Split(split)].append(EnvHandle(environment, client, tasks))
+    return handles
+
+
+async def wait_for_peers(
+    phase: PhasePlan, handles: dict[Split, list[EnvHandle]], fleet: Fleet, router: RouterAddress
+) -> None:
+    """Environment servers, engines and router at the same time. Raises TimeoutWaitingError naming who is missing."""
+    timeouts = phase.recipe.timeouts
+    num_engines = len(phase.of_role(Role.INFERENCE))
+    clients = [handle.client for each in handles.values() for handle in each]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))
+        group.create_task(_wait_for_router(router, timeouts.inference_ready_s))
+        for client in clients:
+            group.create_task(client.wait_ready(timeout_s=timeouts.env_server_ready_s))
+
+
+async def _wait_for_router(router: RouterAddress, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while router.refresh() is None:
+        if time.monotonic() >= deadline:
+            raise TimeoutWaitingError(
+                f"waited {timeout_s:.0f} s for {ROUTER}", mend="see logs/latest/inference/router*.log"
+            )
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,56 @@
+"""traces/{train,eval}.jsonl: one line per finished rollout, for people and for `report`; training never reads it.
+
+Rows are gathered and written together off the event loop: an append can take milliseconds on a network filesystem.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.files import append_line
+from primerl_hpc.orchestrator.trajectories import Rollout
+
+DECIMALS = 4
+
+
+class TraceWriter:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: list[str] = []
+
+    def add(
+        self,
+        rollout: Rollout,
+        *,
+        env: str,
+        task: str,
+        version: int,
+        advantage: float | None = None,
+        **more: Any,
+    ) -> None:
+        """``version``: live when the rollout started; ``last_version`` when it ended."""
+        prompt, completion = rollout.text[:-1], rollout.text[-1:]
+        row = {
+            "env": env,
+            "task": task,
+            "version": version,
+            "last_version": rollout.last_version,
+            **more,
+            "reward": round(rollout.reward, DECIMALS),
+            "advantage": None if advantage is None else round(advantage, DECIMALS),
+            "rewards": {name: round(value, DECIMALS) for name, value in rollout.rewards.items()},
+            "turns": rollout.num_turns,
+            "output_tokens": rollout.output_tokens,
+            "truncated": rollout.is_truncated,
+            "prompt": "\n".join(message["content"] for message in prompt),
+            "completion": completion[0]["content"] if completion else "",
+        }
+        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+
+    def flush(self) -> None:
+        """Append what was gathered, in one write."""
+        lines, self._lines = self._lines, []
+        if lines:
+            append_line(self.path, "\n".join(lines))

@@ -1,0 +1,161 @@
+"""A finished verifiers episode → what is trained: token ids, which of them the policy sampled, and how likely.
+
+verifiers keeps an episode as a graph of messages; each node holds only the tokens it adds, so a path from root to
+leaf is exactly what the engine saw. Turns of one path are one sample, because each prompt extended the previous
+tokens as an exact prefix; where a prompt did not, the graph has forked and the other path is a sample of its own.
+A node that several paths share is trained in the first of them only.
+
+    rollout = rollout_of(episode, temperature=1.0)      # raises RolloutFailed
+    rollout.samples[0].token_ids, rollout.reward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from verifiers.v1.episode import Episode
+    from verifiers.v1.trace import Trace
+
+ENGINE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class RolloutFailed(Exception):
+    """An episode that cannot be trained or scored.
+
+    ``is_engine_fault``: the engine or router did not answer; says nothing about the task, so a new try may succeed.
+    """
+
+    def __init__(self, kind: str, message: str, *, is_engine_fault: bool = False) -> None:
+        self.kind, self.is_engine_fault = kind, is_engine_fault
+        super().__init__(f"{kind}: {message}")
+
+
+@dataclass
+class Sample:
+    """One token sequence of length N. Streams have shape [N] and belong to the token they stand beside."""
+
+    token_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]  # sampled by the policy, and trained in this sample
+    logprobs: NDArray[np.float32]  # log μ, temperature-scaled; 0 where not trained
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass
+class Rollout:
+    """One scored episode."""
+
+    reward: float
+    samples: list[Sample]
+    output_tokens: int  # sampled
+    input_tokens: int  # prompt and replies of the environment, each counted once
+    num_turns: int
+    is_truncated: bool
+    rewards: dict[str, float] = field(default_factory=dict)  # by the environment's own names, weighted
+    metrics: dict[str, float] = field(default_factory=dict)
+    text: list[dict[str, str]] = field(default_factory=list)  # messages of the last path, for people
+    last_version: int = 0  # policy version that was live when it finished
+    seconds: float = 0.0
+
+
+def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_tokens: bool = True) -> Rollout:
+    """The episode's trainable traces as one rollout; several are averaged in reward and share the advantage.
+
+    Raises RolloutFailed when the episode or any of its traces failed, or no token was sampled.
+    """
+    _raise_if_failed(episode)
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if not traces:
+        raise RolloutFailed("EmptyEpisode", "no trainable trace")
+    samples = [sample for trace in traces for sample in samples_of(trace, temperature)]
+    if need_tokens and not samples:
+        raise RolloutFailed("EmptyTrajectory", "no sampled token came back")
+    nodes = [node for trace in traces for node in trace.nodes]
+    output = sum(sum(node.mask) for node in nodes)
+    return Rollout(
+        reward=float(np.mean([trace.reward for trace in traces])),
+        samples=samples,
+        output_tokens=output,
+        input_tokens=sum(len(node.token_ids) for node in nodes) - output,
+        num_turns=sum(trace.num_turns for trace in traces),
+        is_truncated=any(trace.is_truncated for trace in traces),
+        rewards={
+            name: reward.value
+            for trace in traces
+            for name, reward in trace.rewards.items()
+            if reward is not None
+        },
+        metrics={
+            name: float(value)
+            for trace in traces
+            for name, value in trace.metrics.items()
+            if value is not None
+        },
+        text=[_plain(message) for message in traces[-1].messages],
+    )
+
+
+def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
+    """Every sampled token of the trace in exactly one sample."""
+    samples: list[Sample] = []
+    trained: set[int] = set()
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        mask: list[bool] = []
+        for node in branch.nodes:
+            is_fresh = node.sampled and id(node) not in trained
+            mask += node.mask if is_fresh else [False] * len(node.mask)
+            if is_fresh:
+                trained.add(id(node))
+        if not any(mask):
+            continue
+        loss_mask = np.asarray(mask, dtype=np.bool_)
+        loss_mask[0] = False  # nothing predicts the first token
+        logprobs = np.asarray(branch.logprobs, dtype=np.float32)
+        samples.append(
+            Sample(
+                token_ids=np.asarray(branch.token_ids, dtype=np.int64),
+                loss_mask=loss_mask,
+                logprobs=np.where(loss_mask, logprobs, np.float32(0)),
+                temperature=temperature,
+            )
+        )
+    return samples
+
+
+def _raise_if_failed(episode: Episode[Any, Any, Any]) -> None:
+    """One failed trace fails its siblings, and a trace without a turn has failed."""
+    for trace in episode.traces:
+        if not trace.ok:
+            raise _failure(trace.errors, "TraceFailed", trace.stop_condition or "no reason given")
+    if not episode.ok:
+        raise _failure(episode.errors, "EpisodeFailed", "no reason given")
+    for trace in episode.traces:
+        if trace.num_turns == 0:
+            raise RolloutFailed("EmptyTrajectory", f"no turn ({trace.stop_condition})")
+
+
+def _failure(errors: list[Any], kind: str, message: str) -> RolloutFailed:
+    if not errors:
+        return RolloutFailed(kind, message)
+    last = errors[-1]
+    is_engine = last.type == "ProviderError" and (
+        last.status_code is None or last.status_code in ENGINE_STATUSES
+    )
+    return RolloutFailed(last.type, last.message, is_engine_fault=is_engine)
+
+
+def _plain(message: Any) -> dict[str, str]:
+    content = message.content
+    if isinstance(content, list):
+        content = " ".join(getattr(part, "text", f"<{part.type}>") for part in content)
+    return {"role": message.role, "content": content or ""}

@@ -1,0 +1,135 @@
+"""Looks for new policy versions and brings the engines to them: stale groups cancelled → engines updated → live.
+
+    watcher = WeightWatcher(run, fleet, reader, base_model=…, next_version=…, on_pending=…, on_live=…)
+    await watcher.load(version)        # at start: the engines serve what the run resumes from
+    await watcher.watch()              # for ever
+
+The live version is leased, so that restarted engines can still be brought to it, until the next one is live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
+from primerl_hpc.transport.weights import WeightReader
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+RECONCILE_S = 2.0
+LEASE_REFRESH_S = 120.0  # a lease of 600 s without a sign of life counts as its reader's death
+READER = "orchestrator"
+
+
+class WeightWatcher:
+    def __init__(
+        self,
+        run: RunDir,
+        fleet: Fleet,
+        reader: WeightReader,
+        *,
+        base_model: str,
+        engines_timeout_s: float,
+        next_version: Callable[[int, int], int],
+        on_pending: Callable[[int], None],
+        on_live: Callable[[int], None],
+    ) -> None:
+        """``next_version(live, newest)``: which of the versions in (live, newest] to load.
+
+        ``engines_timeout_s``: without a single engine for this long, give up.
+        """
+        self.run, self.fleet, self.reader, self.base_model = run, fleet, reader, base_model
+        self.engines_timeout_s = engines_timeout_s
+        self.next_version, self.on_pending, self.on_live = next_version, on_pending, on_live
+        self.version = -1
+        self.last_live = time.monotonic()
+        self.update_seconds: list[float] = []
+        self._leased_at = 0.0
+
+    async def load(self, version: int) -> None:
+        """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
+        path = await self._open(version)
+        report = await self.fleet.reconcile(path, version)
+        await self._until_served(path, version, report)
+        self._live(version)
+
+    async def watch(self) -> None:
+        next_reconcile = time.monotonic() + RECONCILE_S
+        while True:
+            newest = await asyncio.to_thread(self.reader.newest)
+            if newest is not None and newest > self.version:
+                await self._update(newest)
+            elif time.monotonic() >= next_reconcile:
+                await self._reconcile()
+                next_reconcile = time.monotonic() + RECONCILE_S
+            await asyncio.sleep(POLL_S)
+
+    def release(self) -> None:
+        """Give the lease back: nobody will be brought to this version any more."""
+        if self.version > 0:
+            self.reader.close(self.version, READER)
+
+    def take_metrics(self) -> dict[str, float]:
+        seconds, self.update_seconds = self.update_seconds, []
+        return {"time/weight_update": max(seconds), "watcher/updates": len(seconds)} if seconds else {}
+
+    async def _update(self, newest: int) -> None:
+        version = self.next_version(self.version, newest)
+        if version != newest and not await asyncio.to_thread(self._is_stable, version):
+            version = newest  # the one in between was not kept
+        self.on_pending(version)
+        start = time.monotonic()
+        path = await self._open(version)
+        report = await self.fleet.update(path, version)
+        await self._until_served(path, version, report)
+        self.update_seconds.append(time.monotonic() - start)
+        logger.info("policy v%d is live (%.2f s)", version, self.update_seconds[-1])
+        self._live(version)
+
+    async def _until_served(self, path: Path | str, version: int, report: UpdateReport) -> None:
+        """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`."""
+        deadline = time.monotonic() + self.engines_timeout_s
+        while not report.updated:
+            if time.monotonic() >= deadline:
+                faults = "; ".join(report.failed.values()) or "none is there"
+                raise RoleError(
+                    f"no engine took policy version {version} within {self.engines_timeout_s:.0f} s ({faults})",
+                    mend="see logs/latest/inference/*.log",
+                )
+            await asyncio.sleep(POLL_S)
+            report = await self.fleet.reconcile(path, version)
+        for process, fault in report.failed.items():
+            logger.warning(
+                "%s is left behind at policy v%d and will be restarted: %s", process, version, fault
+            )
+
+    async def _reconcile(self) -> None:
+        """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""
+        if time.monotonic() - self._leased_at > LEASE_REFRESH_S:
+            await self._open(self.version)
+        path = self.run.weights_step(self.version) if self.version else self.base_model
+        await self.fleet.reconcile(path, self.version)
+
+    async def _open(self, version: int) -> Path | str:
+        """The folder of a version, leased; v0 is the base model, which nobody deletes."""
+        self._leased_at = time.monotonic()
+        if version == 0:
+            return self.base_model
+        return await asyncio.to_thread(self.reader.open, version, READER)
+
+    def _live(self, version: int) -> None:
+        previous, self.version = self.version, version
+        self.last_live = time.monotonic()
+        if previous > 0 and previous != version:
+            self.reader.close(previous, READER)
+        self.on_live(version)
+
+    def _is_stable(self, version: int) -> bool:
+        return version in self.run.stable_weights()

@@ -1,0 +1,96 @@
+"""Becomes torchrun: the trainer and SFT roles are this file with the plan's numbers filled in.
+
+One node meets itself on a port that torchrun binds. Several nodes meet at the first one: it picks a free port and
+publishes it as endpoint ``rdzv-<process>``; the others wait for the one of their own attempt and incarnation.
+No restarts here: after a fault the supervisor starts the whole group again from the last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import PrimerlError
+from primerl_hpc.common.files import wait_until
+from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint
+from primerl_hpc.plan.types import ProcessPlan, load_plan
+
+RENDEZVOUS_TIMEOUT_S = 600.0
+
+
+def run_torchrun(arguments: list[str]) -> None:
+    """``RUN_DIR PHASE NAME``. Does not return; a PrimerlError ends as one sentence and its exit code."""
+    run_dir, phase, name = arguments
+    try:
+        root = RunDir(Path(run_dir))
+        plan = load_plan(root)
+        process = plan.phase(phase).process(name)
+        clear_endings(root, name)
+        if plan.phase(phase).recipe.trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+        command = torchrun_command(root, process, rendezvous(root, process))
+    except PrimerlError as error:
+        print(error, file=sys.stderr)
+        sys.exit(int(error.exit_code))
+    sys.stdout.flush()
+    os.execv(command[0], [*command, run_dir, phase, name])
+
+
+def clear_endings(root: RunDir, name: str) -> None:
+    """Forget how an earlier life of this process ended; the supervisor reads these files after its exit."""
+    if env.slurm_node_rank() == 0:
+        for path in (root.outcome(name), root.error(name)):
+            path.unlink(missing_ok=True)
+
+
+def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> list[str]:
+    """Everything up to the trainer's own arguments. Rank 0 of a node also speaks on the role's log."""
+    logs = root.attempt_logs(env.attempt()) / "trainer" / "torchrun" / process.name
+    logs.mkdir(parents=True, exist_ok=True)
+    return [
+        sys.executable,
+        *("-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(max(1, len(process.accelerators)))),
+        *("--nnodes", str(len(process.nodes))),
+        *("--max-restarts", "0"),
+        *("--log-dir", str(logs), "--redirects", "3", "--tee", "0:3"),
+        *meeting,
+        *("-m", "primerl_hpc.trainer.main"),
+    ]
+
+
+def rendezvous(root: RunDir, process: ProcessPlan) -> list[str]:
+    if len(process.nodes) == 1:
+        address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+        return [*address, "--rdzv-id", f"{process.name}-{env.attempt()}-{env.incarnation()}"]
+    node_rank = env.slurm_node_rank()
+    name = f"rdzv-{process.name}"
+    if node_rank == 0:
+        host, port = socket.gethostname(), free_port()
+        publish_endpoint(root, name, f"tcp://{host}:{port}", port=port)
+    else:
+        endpoint = wait_until(
+            lambda: _current(read_endpoint(root, name)),
+            what=f"node 0 of {process.name} to publish its rendezvous",
+            timeout_s=RENDEZVOUS_TIMEOUT_S,
+        )
+        host, port = endpoint["host"], endpoint["port"]
+    return ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
+
+
+def _current(endpoint: dict | None) -> dict | None:
+    """An endpoint of an earlier life is none."""
+    mine = {"attempt": env.attempt(), "incarnation": env.incarnation()}
+    return endpoint if endpoint is not None and endpoint.items() >= mine.items() else None
+
+
+def free_port() -> int:
+    """A port that is free now; torchrun's store binds it a moment later."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

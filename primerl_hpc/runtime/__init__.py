@@ -1,0 +1,5 @@
+"""Keeps a run alive from its first process to its exit code.
+
+Reading order: supervisor (the story) → policy (what an exit means, pure) → steps (the seam) → local_step | srun_step →
+guard (one process tree, ended whole) → failures (the first fault, told once).
+"""

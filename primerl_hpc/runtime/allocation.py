@@ -1,0 +1,80 @@
+"""What SLURM gave this job: hosts in order, CPUs of a node, and when it takes them back. Read once, from the batch process.
+
+Facts that shaped it: SLURM_JOB_END_TIME exists since 23.02, before that one `squeue` tells; SLURM_JOB_CPUS_PER_NODE
+reads ``64(x4)`` or ``64,32(x3)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.plan.types import Plan
+
+
+@dataclass(frozen=True)
+class Allocation:
+    hosts: tuple[str, ...]
+    """Host names by node index of the plan."""
+    cpus_per_node: int
+    """Of the smallest node: what every step may ask for."""
+    has_gpus: bool
+    gpus_per_node: int
+    job_id: str
+
+
+def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> Allocation:
+    """Raises SchedulerError outside a job."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    environ = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in environ:
+        raise SchedulerError(
+            "this run was compiled for SLURM and this is no SLURM job", mend="sbatch launch/job.sbatch"
+        )
+    return Allocation(
+        hosts=tuple(SlurmJobEnvironment().hostnames),
+        cpus_per_node=smallest(environ.get("SLURM_JOB_CPUS_PER_NODE", "1")),
+        has_gpus=plan.accelerator == "gpu",
+        gpus_per_node=plan.accelerators_per_node,
+        job_id=environ["SLURM_JOB_ID"],
+    )
+
+
+def smallest(counts: str) -> int:
+    """``64,32(x3)`` → 32"""
+    return min((int(number) for number in re.findall(r"(?:^|,)(\d+)", counts)), default=1)
+
+
+async def seconds_left(job_id: str) -> float | None:
+    """Until the walltime ends the job; None without a limit, or when SLURM does not say."""
+    if end := os.environ.get("SLURM_JOB_END_TIME"):
+        return float(end) - time.time()
+    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
+    return parse_time_left(said) if code == 0 else None
+
+
+def parse_time_left(text: str) -> float | None:
+    """``[days-]hours:minutes:seconds`` with the larger ones left out, as squeue's %L prints it."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+async def run_slurm(*command: str) -> tuple[int, str]:
+    """Exit code and everything a SLURM command printed."""
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+    except OSError as error:
+        return 127, str(error)
+    output, _ = await child.communicate()
+    return child.returncode or 0, output.decode(errors="replace").strip()

@@ -1,0 +1,139 @@
+"""control/failure.json: the first fault of a run, told once and whole, before anybody is killed.
+
+A fault has many echoes: a rank dies, its peers lose their connections, torchrun ends with code 1. `find_cause` says in
+which order the witnesses are believed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.plan.types import ProcessPlan
+from primerl_hpc.runtime.steps import ExitStatus, Launch
+
+LAST_LINES = 40
+_ROOT_CAUSE = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
+
+
+def describe_failure(launch: Launch, status: ExitStatus, reason: str, host: str) -> dict[str, Any]:
+    """The content of failure.json for a process that ended with ``status``."""
+    process, run = launch.process, launch.run_dir
+    log = status.log or launch.log
+    lines = last_lines(log) or last_lines(launch.scheduler_log)
+    cause = find_cause(
+        lines,
+        told=read_json_or_none(run.error(process.name)),
+        raised=_torchrun_error(run.attempt_logs(launch.attempt)),
+        status=status,
+    )
+    return {
+        "time": round(time.time(), 3),
+        "attempt": launch.attempt,
+        "phase": launch.phase,
+        "role": process.role.value,
+        "process": process.name,
+        "node": host,
+        "rank": cause.rank,
+        "exit_code": cause.exit_code,
+        "signal": cause.signal,
+        "reason": reason,
+        "message": cause.message,
+        "log": str(log),
+        "last_lines": lines,
+    }
+
+
+@dataclass(frozen=True)
+class Cause:
+    rank: int | None
+    exit_code: int | None
+    signal: str | None
+    message: str
+
+
+def find_cause(
+    lines: list[str], *, told: dict[str, Any] | None, raised: dict[str, Any] | None, status: ExitStatus
+) -> Cause:
+    """Who fell first, from what the process said (``told``), torchrun's error files (``raised``) and its log.
+
+    A killed rank says nothing; its peers do, about their lost connection: so torchrun's word that a rank was killed
+    comes before theirs.
+    """
+    summary = _torchrun_summary(lines)
+    if summary is not None and summary.exit_status.signal is not None:
+        rank, how = summary.rank, str(summary.exit_status)
+        hint = " (out of memory?)" if how == "SIGKILL" else ""
+        return Cause(rank, None, how, f"rank {rank} was killed by {how}{hint}")
+    signal = str(status) if status.signal else None
+    exit_code = None if status.signal else status.code
+    if told is not None:
+        return Cause(told.get("rank"), told.get("exit_code", exit_code), signal, told["message"])
+    if raised is not None:
+        return Cause(raised["rank"], exit_code, signal, raised["message"])
+    return Cause(summary.rank if summary else None, exit_code, signal, _last_words(lines))
+
+
+def write_failure(run: RunDir, failure: dict[str, Any]) -> None:
+    """The first fault stays: a later one of the same attempt does not replace it."""
+    known = read_json_or_none(run.failure)
+    if known is None or known.get("attempt") != failure["attempt"]:
+        write_json(run.failure, failure)
+
+
+def forget_earlier_words(run: RunDir, process: ProcessPlan) -> None:
+    for path in (run.error(process.name), run.outcome(process.name)):
+        path.unlink(missing_ok=True)
+
+
+def last_lines(log: Path, count: int = LAST_LINES, tail_bytes: int = 64_000) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - tail_bytes))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.rstrip()[:500] for line in text.splitlines() if line.strip()][-count:]
+
+
+def _torchrun_error(logs: Path) -> dict[str, Any] | None:
+    """The error file with the earliest timestamp: peers of a dead rank fail later, with other words."""
+    earliest: dict[str, Any] | None = None
+    for path in logs.rglob("error.json"):
+        try:
+            said = json.loads(path.read_text())["message"]
+            words, stamp = said["message"], int(said["extraInfo"]["timestamp"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if earliest is None or stamp < earliest["timestamp"]:
+            rank = int(path.parent.name) if path.parent.name.isdigit() else None
+            earliest = {"message": words, "timestamp": stamp, "rank": rank}
+    return earliest
+
+
+@dataclass(frozen=True)
+class RootCause:
+    rank: int
+    exit_status: ExitStatus
+
+
+def _torchrun_summary(lines: list[str]) -> RootCause | None:
+    """``Root Cause`` of torchrun's report: the first rank that it saw die, and how (-9 for a SIGKILL)."""
+    _, _, tail = "\n".join(lines).partition("Root Cause")
+    match = _ROOT_CAUSE.search(tail)
+    return RootCause(int(match[1]), ExitStatus(int(match[2]))) if match else None
+
+
+def _last_words(lines: list[str]) -> str:
+    """The last line that looks like an error, else the last line."""
+    for line in reversed(lines):
+        if re.search(r"(Error|Exception|refused|failed)\b|error:", line):
+            return line.strip()
+    return lines[-1].strip() if lines else "it wrote no log"

@@ -1,0 +1,61 @@
+"""A process of the plan as a child process of the supervisor, under a guard, in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.runtime.guard import descendants_of, signal_all
+from primerl_hpc.runtime.steps import ExitStatus, Launch
+
+
+class LocalStep:
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.child: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Raises SchedulerError when the process cannot be started (no memory, no such interpreter)."""
+        launch = self.launch
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--", *launch.process.argv]
+        with launch.log.open("ab") as log:
+            try:
+                self.child = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **visible_accelerators(launch), **launch.environment},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SchedulerError(f"cannot start {launch.process.name}: {error}") from error
+
+    async def wait(self) -> ExitStatus:
+        assert self.child is not None
+        return ExitStatus(await self.child.wait())
+
+    async def terminate(self) -> None:
+        if self.child is not None and self.child.returncode is None:
+            self.child.send_signal(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        if self.child is not None and self.child.returncode is None:
+            signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)
+
+
+def visible_accelerators(launch: Launch) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for a process that takes some of the node's GPUs: names from the outer list, verbatim.
+
+    Without a list (or without GPUs in the plan) nothing is set; a router or orchestrator sees no GPU.
+    """
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not outer:
+        return {}
+    devices = outer.split(",")
+    mine = [devices[index] for index in launch.process.accelerators if index < len(devices)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}

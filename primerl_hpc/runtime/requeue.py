@@ -1,0 +1,35 @@
+"""Back into the queue after a save: when that is right, and how.
+
+SLURM's walltime warning reaches the supervisor as SIGUSR2. A preemption reaches the steps alone (their guards make the
+stop request), and the batch process only when the grace is over. A cancelled job gets SIGTERM everywhere.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Set
+from typing import Any
+
+from primerl_hpc.runtime.allocation import run_slurm
+
+
+def why_not_again(request: dict[str, Any], signals: Set[int], *, progressed: bool) -> str | None:
+    """None when a stopped attempt should go on by itself; else the reason for people ("" when they asked for it).
+
+    ``request`` is the content of control/stop, ``signals`` what the supervisor received.
+    """
+    if signal.SIGTERM in signals or signal.SIGINT in signals:
+        return ""  # cancelled; or SLURM itself requeues
+    if request.get("reason") == "scheduler":
+        return None  # preempted: through no fault of its own, however short it was
+    if request.get("reason") != signal.SIGUSR2.name:
+        return ""
+    if not progressed:
+        return "the walltime ended before a new checkpoint: another attempt would end the same way"
+    return None
+
+
+async def requeue(job_id: str) -> str | None:
+    """None when SLURM took it; else SLURM's words (the job was submitted with --no-requeue, the site forbids it)."""
+    code, said = await run_slurm("scontrol", "requeue", job_id)
+    return None if code == 0 else said or f"scontrol ended with {code}"

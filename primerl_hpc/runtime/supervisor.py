@@ -1,0 +1,262 @@
+"""The supervisor: the batch process of a run. Starts every role, watches, restarts, tells the first fault, ends it all.
+
+    python -m primerl_hpc.runtime.supervisor RUN_DIR
+
+The story of one attempt: take the lock, find where to go on, then for each phase of the plan start its processes and
+wait for exits, requests and signals until the policy says how the phase ended. Its exit code is the job's
+(`ExitCode`). It is the only writer of control/state.json, events.jsonl and failure.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError
+from primerl_hpc.common.events import record_event
+from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.lock import TOUCH_EVERY_S, SupervisorLock
+from primerl_hpc.common.log import setup_logging
+from primerl_hpc.common.names import Kind, RunState
+from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key
+from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
+from primerl_hpc.runtime.allocation import Allocation, read_allocation, seconds_left
+from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
+from primerl_hpc.runtime.local_step import LocalStep
+from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
+from primerl_hpc.runtime.requeue import requeue, why_not_again
+from primerl_hpc.runtime.srun_step import SrunStep
+from primerl_hpc.runtime.steps import Launch, Step
+
+log = setup_logging("supervisor")
+
+
+class Supervisor:
+    def __init__(self, run: RunDir) -> None:
+        self.run_dir = run
+        self.plan: Plan = load_plan(run)
+        self.lock = SupervisorLock(run.supervisor_lock)
+        earlier = read_json_or_none(run.state) or {}
+        self.attempt = int(earlier.get("attempt", 0)) + 1
+        self.state: dict[str, Any] = {}
+        self.current: PhaseRun | None = None
+        self.allocation: Allocation | None = None
+        self.ends_at: float | None = None  # on the monotonic clock: when the walltime is over
+        self.resumed_from = 0
+        self.has_finished_a_phase = False
+        self.signals: set[int] = set()
+        self.is_closing = False
+
+    # -- one attempt ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> ExitCode:
+        self.lock.acquire()
+        heartbeat = asyncio.create_task(self._keep_lock_alive(asyncio.current_task()))
+        try:
+            self._open_attempt()
+            self._install_signal_handlers()
+            await self._read_allocation()
+            return await self._run_phases()
+        except asyncio.CancelledError:
+            raise OccupiedError(
+                "another supervisor took this run directory over", place=str(self.run_dir.root)
+            ) from None
+        finally:
+            heartbeat.cancel()
+            self._end_strays()
+            self.lock.release()
+
+    async def _run_phases(self) -> ExitCode:
+        for phase in self.plan.phases:
+            if is_phase_done(self.run_dir.phase(phase.name), phase):
+                continue
+            resumed = self.resumed_from = self._prepare_phase(phase)
+            self._set_state(RunState.RUNNING, phase=phase.name)
+            self._event("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
+            self.current = PhaseRun(self, phase)
+            end = await self.current.run()
+            if end != PhaseEnd.DONE:
+                self.is_closing = True
+                return await self._close(end, self.run_dir.phase(phase.name).latest_checkpoint() or 0)
+            self.has_finished_a_phase = True
+            self._event("phase_done", phase=phase.name)
+        self._set_state(RunState.DONE)
+        self._event("run_done")
+        return ExitCode.DONE
+
+    async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
+        request = read_json_or_none(self.run_dir.stop_request) or {}
+        if self.allocation is not None and end in (PhaseEnd.STOPPED, PhaseEnd.ABANDONED):
+            progressed = self.has_finished_a_phase or saved > self.resumed_from
+            reason = why_not_again(request, self.signals, progressed=progressed)
+            if reason is None and (reason := await self._go_back_into_the_queue(saved)) is None:
+                return ExitCode.STOPPED if end == PhaseEnd.STOPPED else ExitCode.PREEMPTED
+            self.state["message"] = reason or None
+        if end == PhaseEnd.STOPPED:
+            self._set_state(RunState.STOPPED)
+            self._event("run_stopped")
+            return ExitCode.STOPPED
+        if end == PhaseEnd.ABANDONED:
+            self._set_state(RunState.CANCELLED)
+            self._event("run_cancelled")
+            return ExitCode.PREEMPTED
+        failure = read_json_or_none(self.run_dir.failure) or {}
+        self._set_state(RunState.FAILED, message=failure.get("message"))
+        self._event("run_failed", process=failure.get("process"), message=failure.get("message"))
+        code = failure.get("exit_code")
+        keeps = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE, ExitCode.BAD_NODE)
+        return ExitCode(code) if code in keeps else ExitCode.FAILED
+
+    async def _go_back_into_the_queue(self, saved: int) -> str | None:
+        """None when SLURM took the job back; else why not. It ends this attempt's last processes: say all before."""
+        assert self.allocation is not None
+        self._set_state(RunState.PENDING, message=f"back in the queue, goes on after step {saved}")
+        self.lock.release()
+        if (refused := await requeue(self.allocation.job_id)) is None:
+            self._event("run_requeued", after_step=saved)
+            return None
+        self._event("requeue_refused", message=refused)
+        return f"SLURM does not requeue it: {refused}"
+
+    # -- before the first process ----------------------------------------------------------------------------------
+
+    def _open_attempt(self) -> None:
+        run = self.run_dir
+        logs = run.attempt_logs(self.attempt)
+        logs.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            run.latest_logs.unlink()
+        run.latest_logs.symlink_to(logs.name)
+        run.failure.unlink(missing_ok=True)
+        for request in (run.stop_request, run.checkpoint_request):
+            request.unlink(missing_ok=True)  # asked of an earlier life
+        for stale in ("endpoints", "errors", "outcomes", "restart_requests"):
+            shutil.rmtree(run.control / stale, ignore_errors=True)
+        ensure_api_key(run)
+        self.state = {
+            "attempt": self.attempt,
+            "state": RunState.STARTING.value,
+            "phase": None,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job_id": os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID"),
+            "started": round(time.time(), 3),
+            "message": None,
+            "processes": {},
+        }
+        self._set_state(RunState.STARTING)
+        self._event(
+            "attempt_started", attempt=self.attempt, host=self.state["host"], job=self.state["job_id"]
+        )
+
+    def _prepare_phase(self, phase: PhasePlan) -> int:
+        """Drop what an earlier life wrote beyond its last complete checkpoint; returns that step, 0 for none."""
+        run = self.run_dir.phase(phase.name)
+        step = run.latest_checkpoint() or 0
+        if phase.recipe.kind in (Kind.RL, Kind.SFT):
+            run.delete_after(step)
+        return step
+
+    # -- services for the phase --------------------------------------------------------------------------------------
+
+    def make_step(self, launch: Launch) -> Step:
+        return LocalStep(launch) if self.allocation is None else SrunStep(launch, self.allocation)
+
+    async def _read_allocation(self) -> None:
+        if self.plan.scheduler != "slurm":
+            return
+        self.allocation = read_allocation(self.plan)
+        left = await seconds_left(self.allocation.job_id)
+        self.ends_at = None if left is None else time.monotonic() + left
+
+    def seconds_left(self) -> float:
+        return math.inf if self.ends_at is None else self.ends_at - time.monotonic()
+
+    def set_process(self, name: str, **values: Any) -> None:
+        self.state["processes"].setdefault(name, {}).update(values)
+        self._set_state(RunState(self.state["state"]))
+
+    def _set_state(self, state: RunState, **values: Any) -> None:
+        self.state.update(state=state.value, updated=round(time.time(), 3), **values)
+        write_json(self.run_dir.state, self.state)
+
+    def set_stopping(self) -> None:
+        self._set_state(RunState.STOPPING)
+
+    def _event(self, event: str, **details: Any) -> None:
+        record_event(self.run_dir, event, **details)
+        log.info(
+            "%s %s", event, " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
+        )
+
+    record = _event
+
+    # -- signals, heartbeat, strays -------------------------------------------------------------------------------------
+
+    def _install_signal_handlers(self) -> None:
+        """USR2: the walltime is near, save. TERM: save if it can be quick. A second TERM or INT: end now."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal went away; the run stays
+
+    def _on_signal(self, number: int) -> None:
+        self._event("signal", signal=signal.Signals(number).name)
+        self.signals.add(number)
+        if self.is_closing:
+            return
+        if self.current is not None:
+            self.current.on_signal(number)
+        else:
+            raise SystemExit(ExitCode.PREEMPTED)
+
+    async def _keep_lock_alive(self, main: asyncio.Task[Any] | None) -> None:
+        while True:
+            await asyncio.sleep(TOUCH_EVERY_S)
+            if not self.lock.touch() and main is not None:
+                main.cancel()
+                return
+
+    def _end_strays(self) -> None:
+        """Orphans whose guard was killed came to us (we are their subreaper)."""
+        signal_all(descendants_of(os.getpid()), signal.SIGKILL)
+        for pid in children_of(os.getpid()):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def is_phase_done(run: RunDir, phase: PhasePlan) -> bool:
+    """A training phase is over when its last weights are stable and, where one is due, its last checkpoint whole."""
+    recipe = phase.recipe
+    if recipe.kind not in (Kind.RL, Kind.SFT):
+        return False
+    has_weights = (run.weights_step(recipe.steps) / STABLE).exists()
+    if recipe.kind == Kind.RL or recipe.checkpoint.at_end:
+        return has_weights and (not recipe.checkpoint.at_end or run.latest_checkpoint() == recipe.steps)
+    return has_weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
+        print("usage: python -m primerl_hpc.runtime.supervisor RUN_DIR", file=sys.stderr)
+        return ExitCode.USAGE
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        return asyncio.run(Supervisor(RunDir(Path(arguments[0]).resolve())).run())
+    except PrimerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Log-probabilities and entropy of chosen tokens without ever holding tokens × vocabulary.
+
+log π(y|h) = z_y − logsumexp(z) with z = W h / T, entropy H = −Σ π log π. Forward and backward go
+over chunks of tokens; backward recomputes a chunk's logits from what forward kept (h, W and the log-sum-exp):
+∂ log π / ∂z = onehot(y) − softmax(z). Entropy carries no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CHUNK_BYTES = 256 << 20  # bound of one chunk's float32 logits
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 64, 8192
+
+
+def auto_chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose float32 logits fill `CHUNK_BYTES`."""
+    return min(max(CHUNK_BYTES // (4 * vocab_size), MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
+class ChunkedLogprob(torch.autograd.Function):
+    """hidden [T, H], weight [V, H], targets [T], temperatures [T] → log-probabilities [T], entropies [T] (float32)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperatures, chunk_tokens):
+        logprobs, entropies, log_sums = (
+            torch.empty(len(hidden), device=hidden.device, dtype=torch.float32) for _ in range(3)
+        )
+        for start in range(0, len(hidden), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = F.linear(hidden[part], weight).float().div_(temperatures[part, None])
+            log_sum = torch.logsumexp(logits, -1)
+            log_sums[part] = log_sum
+            logs = logits.sub_(log_sum[:, None])
+            logprobs[part] = logs.gather(-1, targets[part, None])[:, 0]
+            entropies[part] = -logs.exp().mul_(logs).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, log_sums)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, targets, temperatures, log_sums = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            temperature = temperatures[part, None]
+            grad_logits = F.linear(hidden[part], weight).float().div_(temperature)
+            grad_logits.sub_(log_sums[part, None]).exp_().mul_(-grad[part, None])
+            grad_logits.scatter_add_(-1, targets[part, None], grad[part, None].float())
+            grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            grad_weight += grad_logits.t() @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None

@@ -1,0 +1,18 @@
+"""GSPO: PPO's clipped surrogate on the length-normalised ratio of the whole sequence (arXiv 2507.18071, eq. 13-14).
+
+s = exp(mean over the sequence's tokens of log r), and per token s_t = sg(s) · π_t / sg(π_t): every token sees its
+sequence's ratio, and the gradient flows through its own log π.
+"""
+
+from __future__ import annotations
+
+from primerl_hpc.recipe.training_schema import GSPOLoss
+from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss, clipped_surrogate
+
+
+def gspo(x: LossInputs, config: GSPOLoss) -> TokenLoss:
+    log_ratio = x.log_ratio
+    sequence = x.sequence_mean(log_ratio.detach())
+    ratio = (sequence + x.logprobs - x.logprobs.detach()).exp()
+    policy, metrics = clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
+    return TokenLoss(policy + config.kl_tau * log_ratio**2, metrics)

@@ -1,0 +1,123 @@
+"""The RL loop: batch n in, policy version n out.
+
+Step n waits for ``rollouts/step_n``, trains on it, writes ``weights/step_n`` (the last one too), and saves a checkpoint
+when one is due, asked for, or the run is to stop. A checkpoint's other side is the orchestrator's; see `RunDir`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.metrics import MetricsWriter
+from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.trainer.checkpoint import (
+    is_due,
+    load_checkpoint,
+    present_checkpoints,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from primerl_hpc.trainer.control import Next, Requests, grant_checkpoint, read_requests, wait_for_batch
+from primerl_hpc.trainer.core import Core, StepResult, build_core
+from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.setup import World, from_leader
+from primerl_hpc.transport.rollouts_filesystem import LAG_S, FilesystemReceiver
+from primerl_hpc.transport.weights_filesystem import prune_weights
+
+SIDES = ("trainer", "orchestrator")
+
+log = logging.getLogger("primerl_hpc.trainer")
+
+
+def train_rl(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
+    """Train to ``max_steps``. Returns (``done`` or ``stopped``, last finished step)."""
+    recipe = phase.recipe
+    core = build_core(recipe, phase.model_path, world)
+    start = resume(run, core)
+    saved = start
+    receiver = FilesystemReceiver(run, world_size=world.size)
+    writer = MetricsWriter(run.metrics("trainer"))
+    for step in range(start + 1, recipe.steps + 1):
+        started = time.perf_counter()
+        if wait_for_batch(run, receiver, step, world) == Next.STOP:
+            if saved != step - 1:
+                save_checkpoint(run, core, step - 1, SIDES)
+            return "stopped", step - 1
+        waited_s = time.perf_counter() - started
+        result, load_s = train_batch(core, receiver, step)
+        timings = {"time/wait_for_batch": waited_s, "time/load_data": load_s}
+        timings["time/broadcast_weights"] = timed(publish, run, core, step)
+        request = read_requests(run, world)
+        if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
+            timings["time/save_ckpt"] = timed(save_checkpoint, run, core, step, SIDES)
+            saved = step
+            if request == Requests.CHECKPOINT:
+                grant_checkpoint(run, world)
+        if world.is_leader:
+            timings["time/step"] = time.perf_counter() - started
+            writer.write(step, result.metrics | timings)
+            report(step, recipe.steps, result, timings["time/step"])
+            clean_up(run, core, receiver, step)
+        if request == Requests.STOP and step < recipe.steps:
+            return "stopped", step
+    return "done", recipe.steps
+
+
+def resume(run: RunDir, core: Core) -> int:
+    """Load the newest complete checkpoint, if any; its policy version is written again if it is gone."""
+    step = from_leader(run.latest_checkpoint() if core.world.is_leader else None)
+    if step is None:
+        return 0
+    load_checkpoint(run, core, step)
+    log.info("resumed from checkpoint %d", step)
+    if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
+        publish(run, core, step)
+    return step
+
+
+def train_batch(core: Core, receiver: FilesystemReceiver, step: int) -> tuple[StepResult, float]:
+    started = time.perf_counter()
+    received = receiver.receive(step, core.world.rank, timeout_s=LAG_S)
+    if received is None:
+        raise RoleError(f"rank 0 sees batch {step}, rank {core.world.rank} does not after {LAG_S:.0f} s")
+    info, rows = received
+    load_s = time.perf_counter() - started
+    return core.train_step(step, rows, info.env_names), load_s
+
+
+def publish(run: RunDir, core: Core, step: int) -> None:
+    export_weights(
+        run, core.policy, step, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world
+    )
+
+
+def clean_up(run: RunDir, core: Core, receiver: FilesystemReceiver, step: int) -> None:
+    """Drop what nobody will ask for: batches before this one, old checkpoints, old policy versions."""
+    receiver.forget(step - 1)
+    prune_checkpoints(run, core.recipe.checkpoint)
+    prune_weights(run, keep_last=core.recipe.weights.keep_last, keep=present_checkpoints(run))
+
+
+def report(step: int, max_steps: int, result: StepResult, step_s: float) -> None:
+    get = result.metrics.get
+    log.info(
+        "step %d/%d | %.2f s | loss %.4f | entropy %.4f | mismatch KL %.5f | grad norm %.4f | lr %.2e | %.0f tok/s",
+        step,
+        max_steps,
+        step_s,
+        get("loss/mean", 0.0),
+        get("entropy/all/mean", 0.0),
+        get("mismatch_kl/all/mean", 0.0),
+        get("optim/grad_norm", 0.0),
+        get("optim/lr", 0.0),
+        get("perf/throughput", 0.0),
+    )
+
+
+def timed(call, *arguments) -> float:
+    started = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - started

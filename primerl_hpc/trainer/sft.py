@@ -1,0 +1,142 @@
+"""The supervised loop: packed demonstrations in, the last step's weights out as ``weights/step_{max_steps}``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from primerl_hpc.common.metrics import MetricsWriter
+from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.recipe.renderer import make_renderer
+from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.sft_rows import load_rows
+from primerl_hpc.recipe.training_schema import SFTData
+from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints, save_checkpoint
+from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
+from primerl_hpc.trainer.core import Core, build_core
+from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.setup import World, from_leader
+from primerl_hpc.trainer.sft_data import Peers, SFTStream, Tokenizer, all_rows
+from primerl_hpc.transport.rollouts import MicroBatch
+
+SIDES = ("trainer",)
+LOG_INTERVAL_S = 2.0  # tiny models make many steps a second: one console line this often
+
+log = logging.getLogger("primerl_hpc.trainer")
+
+
+def train_sft(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
+    """Train to ``max_steps``. Returns (``done`` or ``stopped``, last finished step)."""
+    recipe = phase.recipe
+    assert recipe.sft is not None  # validated with the recipe
+    core = build_core(recipe, phase.model_path, world)
+    renderer = make_renderer(recipe.model, load_tokenizer(recipe, core.folder))
+    stream = SFTStream(
+        make_tokenizer(recipe.sft.data, renderer, recipe, world),
+        recipe.sft,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
+    )
+    validation = validation_rows(recipe, renderer, world)
+    start = from_leader(run.latest_checkpoint() if world.is_leader else None) or 0
+    if start:
+        stream.position = load_checkpoint(run, core, start)["position"]
+        log.info("resumed from checkpoint %d", start)
+    reporter = Reporter(run, recipe.steps, world)
+    for step in range(start + 1, recipe.steps + 1):
+        started = time.perf_counter()
+        rows, num_samples = stream.next_batch()
+        load_s = time.perf_counter() - started
+        result = core.train_step(step, rows[world.rank :: world.size], [])
+        loss = result.metrics["loss/mean"]
+        metrics = result.metrics | {
+            "loss/perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
+            "progress/epoch": stream.epoch,
+            "progress/num_samples": num_samples,
+            "progress/total_samples": stream.position,
+            "progress/num_tokens": core.num_tokens,
+            "time/load_data": load_s,
+        }
+        metrics.pop("mismatch_kl/all/mean", None)
+        if validation is not None and step % recipe.sft.validation.interval == 0:
+            metrics["val/loss"], _ = core.evaluate(validation[world.rank :: world.size])
+        request = read_requests(run, world)
+        if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
+            save_started = time.perf_counter()
+            save_checkpoint(run, core, step, SIDES, {"position": stream.position})
+            metrics["time/save_ckpt"] = time.perf_counter() - save_started
+            if request == Requests.CHECKPOINT:
+                grant_checkpoint(run, world)
+            if world.is_leader:
+                prune_checkpoints(run, recipe.checkpoint)
+        reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
+        if request == Requests.STOP and step < recipe.steps:
+            return "stopped", step
+    publish_last(run, core)
+    return "done", recipe.steps
+
+
+def publish_last(run: RunDir, core: Core) -> None:
+    step = core.recipe.steps
+    if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
+        export_weights(
+            run, core.policy, step, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world
+        )
+
+
+def load_tokenizer(recipe: Recipe, folder: Path):
+    from transformers import AutoTokenizer
+
+    source = recipe.model.tokenizer or str(folder)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def make_tokenizer(data: SFTData, renderer, recipe: Recipe, world: World) -> Tokenizer:
+    def gather(mine: list) -> list[list]:
+        everyone: list = [None] * world.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    assert recipe.sft is not None
+    peers = Peers(world.rank, world.size, gather)
+    return Tokenizer(load_rows(data), renderer, recipe.sft.loss_mask, recipe.seq_len, peers)
+
+
+def validation_rows(recipe: Recipe, renderer, world: World) -> list[MicroBatch] | None:
+    assert recipe.sft is not None
+    if recipe.sft.validation is None:
+        return None
+    return all_rows(make_tokenizer(recipe.sft.validation.data, renderer, recipe, world), recipe.seq_len)
+
+
+class Reporter:
+    """Metrics of every step into the file, a console line now and then; rank 0 alone."""
+
+    def __init__(self, run: RunDir, max_steps: int, world: World) -> None:
+        self.writer = MetricsWriter(run.metrics("sft")) if world.is_leader else None
+        self.max_steps, self.last_line = max_steps, -math.inf
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        if self.writer is None:
+            return
+        self.writer.write(step, metrics)
+        if time.monotonic() - self.last_line < LOG_INTERVAL_S and step < self.max_steps:
+            return
+        self.last_line = time.monotonic()
+        log.info(
+            "step %d/%d | %.3f s | loss %.4f | perplexity %.3f | grad norm %.4f | lr %.2e | %.0f tok/s%s",
+            step,
+            self.max_steps,
+            metrics["time/step"],
+            metrics["loss/mean"],
+            metrics["loss/perplexity"],
+            metrics["optim/grad_norm"],
+            metrics["optim/lr"],
+            metrics["perf/throughput"],
+            f" | val {metrics['val/loss']:.4f}" if "val/loss" in metrics else "",
+        )

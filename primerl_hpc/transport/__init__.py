@@ -1,0 +1,5 @@
+"""What crosses between roles: packed rollouts (orchestrator → trainer) and weights (trainer → engines).
+
+Reading order: rollouts (the data and its protocol) → rollouts_filesystem → weights → weights_filesystem.
+Only NumPy and safetensors: no torch here, because the orchestrator has none.
+"""

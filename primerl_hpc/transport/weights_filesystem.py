@@ -1,0 +1,154 @@
+"""Weights through the run directory: ``weights/step_N/``, an HF model folder with ``manifest.json`` and ``STABLE``.
+
+The trainer's ranks fill one temporary folder together; its leader then commits it:
+
+    writer = WeightWriter(run, version=3)
+    writer.begin()                                          # leader, then a barrier
+    save_file(tensors, writer.shard_path(2, of=5))          # whoever owns shard 2
+    entry = writer.finish_file(writer.shard_path(2, of=5))  # fsync, size, CRC-32
+    writer.commit(weight_map, entries, total_bytes)         # leader, after a barrier
+
+An engine opens a version, which is checked and leased, and closes it when the weights are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.files import crc32_of_file, fsync_dir, is_there, read_json, write_json, write_text
+from primerl_hpc.common.rundir import STABLE, RunDir
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+INDEX = "model.safetensors.index.json"
+LAG_S = 30.0  # how long a network filesystem may hide a file, or show an old size, behind the marker
+POLL_S = 0.2
+
+COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
+"""What of the base model's folder an engine needs besides weights: config, tokenizer, template, remote code."""
+
+
+class WeightWriter:
+    def __init__(self, run: RunDir, version: int) -> None:
+        self.run, self.version = run, version
+        self.folder = run.weights_step(version)
+        self.temporary = self.folder.with_name(f"{self.folder.name}.tmp")
+
+    def begin(self) -> None:
+        """Make the temporary folder, empty, whatever an earlier life left there."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+
+    def shard_path(self, number: int, *, of: int) -> Path:
+        """Path of shard ``number`` (1-based)."""
+        return self.temporary / f"model-{number:05d}-of-{of:05d}.safetensors"
+
+    @staticmethod
+    def finish_file(path: Path) -> dict[str, Any]:
+        """Make a written file durable; its manifest entry ``{name, size_bytes, crc32}``."""
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return {"name": path.name, "size_bytes": path.stat().st_size, "crc32": crc32_of_file(path)}
+
+    def copy_model_files(self, model_folder: Path, *, dtype: str) -> list[dict[str, Any]]:
+        """Copy config, tokenizer and the like; ``config.json`` says the exported dtype. Returns manifest entries."""
+        entries = []
+        for source in sorted(model_folder.iterdir()):
+            is_weight_index = source.name.endswith(".index.json") or source.name == MANIFEST
+            if source.suffix not in COPIED_SUFFIXES or is_weight_index or not source.is_file():
+                continue
+            target = self.temporary / source.name
+            if source.name == "config.json":
+                config = {name: value for name, value in read_json(source).items() if name != "torch_dtype"}
+                target.write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+            else:
+                shutil.copyfile(source, target)
+            entries.append(self.finish_file(target))
+        return entries
+
+    def commit(self, weight_map: dict[str, str], entries: list[dict[str, Any]], *, total_bytes: int) -> Path:
+        """Write index and manifest, rename the folder, mark it stable. ``weight_map``: tensor name → file name."""
+        index = self.temporary / INDEX
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(index, content)
+        files = sorted([*entries, self.finish_file(index)], key=lambda entry: entry["name"])
+        manifest = {"manifest_version": MANIFEST_VERSION, "policy_version": self.version, "files": files}
+        write_json(self.temporary / MANIFEST, manifest)
+        fsync_dir(self.temporary)
+        self.run.delete_step(self.folder, STABLE)
+        os.rename(self.temporary, self.folder)
+        fsync_dir(self.folder.parent)
+        write_text(self.folder / STABLE, "")
+        return self.folder
+
+
+def prune_weights(run: RunDir, *, keep_last: int, keep: set[int]) -> list[int]:
+    """Delete stable versions beyond the newest ``keep_last``, but none of ``keep`` and none that is leased."""
+    versions = run.stable_weights()
+    deleted = []
+    for version in versions[: max(len(versions) - keep_last, 0)]:
+        if version not in keep and not run.has_lease(run.weights_step(version)):
+            run.delete_step(run.weights_step(version), STABLE)
+            deleted.append(version)
+    return deleted
+
+
+class FilesystemWeightReader:
+    def __init__(self, run: RunDir, *, lag_s: float = LAG_S) -> None:
+        self.run, self.lag_s = run, lag_s
+
+    def newest(self) -> int | None:
+        return max(self.run.stable_weights(), default=None)
+
+    def open(self, version: int, reader: str) -> Path:
+        """See `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
+        folder = self.run.weights_step(version)
+        if not is_there(folder / STABLE):
+            raise DataError(f"policy version {version} has no {STABLE}", place=str(folder))
+        self.run.lease(folder, reader)
+        try:
+            self._check(folder)
+        except DataError:
+            self.close(version, reader)
+            raise
+        return folder
+
+    def close(self, version: int, reader: str) -> None:
+        folder = self.run.weights_step(version)
+        (folder.parent / ".leases" / f"{folder.name}.{reader}").unlink(missing_ok=True)
+
+    def _check(self, folder: Path) -> None:
+        deadline = time.monotonic() + self.lag_s
+        while fault := manifest_fault(folder):
+            if time.monotonic() >= deadline:
+                raise DataError(f"{STABLE} is there, but {fault}", place=str(folder))
+            time.sleep(POLL_S)
+
+
+def manifest_fault(folder: Path) -> str:
+    """What keeps ``folder`` from being what its manifest says; empty when nothing does."""
+    if not is_there(folder / MANIFEST):
+        return f"{MANIFEST} is missing"
+    for entry in read_json(folder / MANIFEST)["files"]:
+        path = folder / entry["name"]
+        if not is_there(path):
+            return f"{path.name} is missing"
+        if (size := path.stat().st_size) != entry["size_bytes"]:
+            return f"{path.name} has {size} bytes, its manifest says {entry['size_bytes']}"
+    return ""
+
+
+def verify_checksums(folder: Path) -> None:
+    """Read every file and compare its CRC-32 with the manifest. Raises DataError naming the first that differs."""
+    for entry in read_json(folder / MANIFEST)["files"]:
+        if (found := crc32_of_file(folder / entry["name"])) != entry["crc32"]:
+            raise DataError(
+                f"CRC-32 is {found:08x}, its manifest says {entry['crc32']:08x}",
+                place=str(folder / entry["name"]),
+            )
