@@ -1,0 +1,31 @@
+"""``primerl-hpc resume``"""
+
+from __future__ import annotations
+
+import click
+
+from primerl_hpc.cli.options import json_option, print_json
+
+
+@click.command("resume", epilog="Example:  primerl-hpc resume my-run --follow")
+@click.argument("run")
+@click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
+@json_option
+def command(run: str, follow: bool, as_json: bool) -> int:
+    """Go on with RUN from its last complete checkpoint."""
+    from primerl_hpc.common.registry import find_run
+    from primerl_hpc.launch.submit import resume_run
+    from primerl_hpc.observe.follow import follow_run
+
+    found = find_run(run)
+    step = found.latest_checkpoint()
+    submitted = resume_run(found)
+    if as_json:
+        print_json(
+            {"run": found.root.name, "run_dir": str(found.root), "job_id": submitted.job_id, "step": step}
+        )
+    else:
+        click.echo(f"run {found.root.name} · job {submitted.job_id} · goes on after step {step or 0}")
+    if follow:
+        return follow_run(found, quiet=as_json, from_end=True)
+    return 0

@@ -1,0 +1,93 @@
+"""``primerl-hpc submit``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from primerl_hpc.cli.options import json_option, load_both, print_json, recipe_and_profile
+
+EPILOG = """\b
+Examples:
+  primerl-hpc submit recipes/reverse_text/tiny.yaml -p local --follow
+  primerl-hpc submit my.yaml -p h100x64 --set max_steps=200 --dry-run
+"""
+
+
+@click.command("submit", epilog=EPILOG)
+@recipe_and_profile
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Where the run lives. [default: runs/<name>-<number>]"
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check and show everything; with --run-dir also prepare it. Start nothing.",
+)
+@click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
+@json_option
+def command(
+    recipe: str,
+    profile_name: str | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    dry_run: bool,
+    follow: bool,
+    as_json: bool,
+) -> int:
+    """Compile RECIPE for a cluster and start it."""
+    from primerl_hpc.launch.submit import submit_run
+
+    loaded, profile = load_both(recipe, profile_name, overrides)
+    if dry_run:
+        return _dry_run(loaded, profile, run_dir, as_json)
+    submitted = submit_run(loaded, profile, run_dir)
+    root = submitted.run.root
+    if as_json:
+        print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id})
+    else:
+        click.echo(f"run {root.name} · job {submitted.job_id} ({submitted.plan.scheduler})")
+        click.echo(f"    {_shown(root)}")
+    if follow:
+        from primerl_hpc.observe.follow import follow_run
+
+        return follow_run(submitted.run, quiet=as_json)
+    if not as_json:
+        click.echo(f"watch it:  primerl-hpc status {root.name} --watch")
+    return 0
+
+
+def _dry_run(loaded, profile, run_dir: Path | None, as_json: bool) -> int:  # type: ignore[no-untyped-def]
+    from primerl_hpc.cli.plan import show_plan
+    from primerl_hpc.common import env
+    from primerl_hpc.launch.prepare import compile_for, job_script, make_script
+    from primerl_hpc.launch.submit import prepare_run
+
+    if run_dir is not None:
+        run, plan = prepare_run(loaded, profile, run_dir)
+        script, path = job_script(run).read_text(), job_script(run)
+    else:
+        plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+        script, path = make_script(plan, profile), None
+    if as_json:
+        print_json(
+            {"plan": plan.model_dump(mode="json"), "script": script, "path": str(path) if path else None}
+        )
+        return 0
+    show_plan(plan)
+    click.echo("\nbatch script:\n")
+    click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
+    launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
+    if path is not None:
+        click.echo(f"prepared; start it by hand with:  {launcher} {path}")
+    else:
+        click.echo("nothing was written or started; --run-dir D prepares D as well")
+    return 0
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

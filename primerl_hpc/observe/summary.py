@@ -1,0 +1,93 @@
+"""The end of a run on one screen: reward curve, held-out rewards, where things lie, what to do next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.plot import format_count, format_duration, text_plot
+
+
+def print_summary(run: RunDir, state: RunState, message: str | None, seconds: float) -> None:
+    click.echo()
+    if state == RunState.FAILED:
+        _print_failure(run, message)
+        return
+    batches, steps = read_steps(run.metrics("orchestrator")), read_steps(run.metrics("trainer"))
+    rewards = {step: row["reward/mean"] for step, row in batches.items() if "reward/mean" in row}
+    if rewards:
+        click.echo("reward of the training rollouts")
+        click.echo(text_plot(list(rewards), list(rewards.values())))
+        click.echo()
+    for line in _evaluations(run):
+        click.echo(line)
+    trained = steps or read_steps(run.metrics("sft"))
+    if steps:
+        last = list(steps.values())[-3:]
+        kl = sum(row.get("mismatch_kl/all/mean", 0.0) for row in last) / len(last)
+        click.echo(f"mismatch KL     {kl:.2e} (mean of the last {len(last)} steps)")
+    if trained:
+        speed = [row["perf/throughput"] for row in trained.values() if "perf/throughput" in row]
+        mean = format_count(sum(speed) / max(1, len(speed)))
+        click.echo(
+            f"steps           {max(trained)}, {mean} tokens/s in the trainer, {format_duration(seconds)} in all"
+        )
+    _print_places(run, state)
+
+
+def _evaluations(run: RunDir) -> list[str]:
+    """``held-out  v0 0.571 → v60 0.963``, a line per environment."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for version, row in read_steps(run.metrics("eval")).items():
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/reward/mean"):
+                curves.setdefault(name.split("/")[1], []).append((version, value))
+    return [
+        f"{name:<15} " + " → ".join(f"v{version} {value:.3f}" for version, value in _thin(points))
+        for name, points in curves.items()
+    ]
+
+
+def _thin(points: list[tuple[int, float]], most: int = 5) -> list[tuple[int, float]]:
+    if len(points) <= most:
+        return points
+    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
+
+
+def _print_places(run: RunDir, state: RunState) -> None:
+    versions = run.stable_weights()
+    if versions:
+        click.echo(f"weights         {_shown(run.weights_step(versions[-1]))}")
+    click.echo(f"logs            {_shown(run.latest_logs)}")
+    click.echo(f"numbers         {_shown(run.root / 'metrics')}")
+    name = run.root.name
+    if state in (RunState.STOPPED, RunState.CANCELLED):
+        click.echo(f"\nnext:  primerl-hpc resume {name}")
+    else:
+        click.echo(f"\nnext:  primerl-hpc status {name}   or   primerl-hpc logs {name} trainer")
+
+
+def _print_failure(run: RunDir, message: str | None) -> None:
+    failure: dict[str, Any] = read_json_or_none(run.failure) or {}
+    if failure:
+        rank = f", rank {failure['rank']}" if failure.get("rank") is not None else ""
+        ended = failure.get("signal") or f"exit code {failure.get('exit_code')}"
+        click.echo(f"first fault: {failure['process']} on {failure['node']}{rank}: {ended}")
+        click.echo(f"    {failure.get('message')}")
+        click.echo(f"    log: {failure.get('log')}")
+    else:
+        click.echo(f"failed: {message}")
+    click.echo(f"\nnext:  primerl-hpc diagnose {run.root.name}   then   primerl-hpc resume {run.root.name}")
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
