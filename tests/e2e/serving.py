@@ -1,0 +1,166 @@
+"""A real engine, router and environment server of one run, on a tiny model; started once for all tests that need them.
+
+Where the supervisor would act (remove the endpoint of a dead process, start its next incarnation), `Serving` does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from primerl_hpc.common import env
+from primerl_hpc.common.files import wait_until
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
+from primerl_hpc.plan.engine_env import engine_env
+from tests.support import end_role, make_plan, make_tiny_model, process_plan, start_role
+
+READY_TIMEOUT_S = 240  # a cold engine on a busy machine
+
+
+def make_recipe(model: Path) -> dict[str, Any]:
+    return {
+        "kind": "rl",
+        "name": "serving",
+        "model": {"name": str(model), "dtype": "float32", "renderer": {"name": "chatml"}},
+        "seq_len": 128,
+        "max_steps": 1,
+        "environments": {
+            "train": [{"id": "reverse-text"}],
+            "eval": [{"id": "reverse-text", "name": "held-out", "args": {"split": "test"}}],
+        },
+        "rollouts": {"batch_size": 8, "group_size": 4, "sampling": {"max_tokens": 12}},
+        # load tracking: a test can see that a request has arrived, also at a paused engine
+        "inference": {
+            "kv_cache_gib": 0.0625,
+            "max_model_len": 512,
+            "extra_args": {"enable-server-load-tracking": True},
+        },
+    }
+
+
+class Serving:
+    def __init__(self, folder: Path) -> None:
+        self.model = make_tiny_model(folder / "tiny", rows=1) / "model"
+        self.run = RunDir(folder / "run")
+        roles = (Role.INFERENCE, Role.ROUTER, Role.ENV_SERVER)
+        processes = [*(process_plan(role) for role in roles), process_plan(Role.ENV_SERVER, 1)]
+        self.recipe = make_plan(self.run.root, make_recipe(self.model), processes=processes).phases[0].recipe
+        self.headers = {"Authorization": f"Bearer {ensure_api_key(self.run)}"}
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.incarnations: dict[str, int] = {}
+        self.home = folder / "home"
+        self.home.mkdir()
+
+    def start(self, *names: str) -> None:
+        """Start processes (their next incarnation) and wait until all have published."""
+        for name in names:
+            self.incarnations[name] = self.incarnations.get(name, -1) + 1
+            more = {env.INCARNATION: str(self.incarnations[name])}
+            more |= engine_env("cpu") if name.startswith("inference") else {}
+            more |= {"HOME": str(self.home)} if name.startswith("env_server") else {}
+            self.processes[name] = start_role(self.run, "main", name, **more)
+        for name in names:
+            wait_until(
+                lambda name=name: read_endpoint(self.run, name) or self._fail_if_dead(name),
+                what=f"{name} to publish its endpoint",
+                timeout_s=READY_TIMEOUT_S,
+            )
+
+    def kill(self, name: str) -> None:
+        """kill -9 of all that belongs to the process."""
+        end_role(self.processes.pop(name))
+        self.run.endpoint(name).unlink(missing_ok=True)
+
+    def terminate(self, name: str) -> int:
+        """SIGTERM to the process alone; its exit code."""
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        self.run.endpoint(name).unlink(missing_ok=True)
+        return code
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            end_role(process)
+
+    def url(self, name: str) -> str:
+        endpoint = read_endpoint(self.run, name)
+        assert endpoint is not None
+        return endpoint["url"]
+
+    def log(self, name: str) -> str:
+        return (self.run.attempt_logs(1) / f"{name}.log").read_text()
+
+    def post(self, name: str, route: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(
+            f"{self.url(name)}{route}", json=body, headers=self.headers, timeout=120, trust_env=False
+        )
+
+    def generate(self, prompt: list[int], max_tokens: int = 16, *, name: str = "router-0") -> dict[str, Any]:
+        """Sampled tokens and their log-probabilities, by the token-in token-out route."""
+        parameters = {
+            "max_tokens": max_tokens,
+            "temperature": 1.0,
+            "logprobs": 1,
+            "seed": 1,
+            "ignore_eos": True,
+        }
+        answer = self.post(
+            name, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters}
+        )
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        return {"token_ids": choice["token_ids"], "logprobs": logprobs}
+
+    def wait_for_router(self) -> None:
+        """Until a request comes through."""
+
+        def look() -> bool:
+            answer = self.post(
+                "router-0", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+            )
+            return answer.status_code == 200
+
+        wait_until(look, what="the router to have an engine", timeout_s=60)
+
+    def _fail_if_dead(self, name: str) -> None:
+        if (code := self.processes[name].poll()) is not None:
+            raise AssertionError(f"{name} ended with {code}:\n{self.log(name)[-3000:]}")
+
+
+def hf_logprobs(model: Path, prompt: list[int], completion: list[int]) -> list[float]:
+    """Log-probabilities of ``completion`` after ``prompt`` by transformers in float32."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([prompt + completion])).logits[0]
+    logprobs = torch.log_softmax(logits, -1)
+    first = len(prompt) - 1
+    return [logprobs[first + i, token].item() for i, token in enumerate(completion)]
+
+
+def save_variant(model: Path, out: Path, seed: int) -> Path:
+    """The model with other random weights, of a larger spread, as a folder of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.15)
+    network.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return out

@@ -1,0 +1,193 @@
+"""A real environment server: rollouts through verifiers' train client against the real engine, deaths, timeouts, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
+from primerl_hpc.orchestrator.env_client import (
+    EnvServerClient,
+    EnvServerDied,
+    EnvServerError,
+    eval_client,
+    sampling_config,
+    train_client,
+)
+from tests.e2e.serving import Serving, hf_logprobs, make_recipe
+from tests.support import make_plan, process_plan, run_role
+
+pytestmark = pytest.mark.e2e
+
+
+class Rollouts:
+    """What a test needs to run rollouts: a client and tasks."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving, self.recipe = serving, serving.recipe
+        self.environment = self.recipe.environments.train[0]
+        self.tasks: list[EnvironmentTask] = load_tasks(self.environment, limit=8)
+        self.client = EnvServerClient(serving.run, "env_server-0", self.environment, poll_s=0.02)
+
+    def run(self, number: int = 0, *, timeout_s: float = 120, evaluate: bool = False) -> Awaitable:
+        url = self.serving.url("router-0")
+        how = eval_client(url) if evaluate else train_client(self.recipe.model, url)
+        sampling = sampling_config(self.recipe.rollouts.sampling, 0)
+        return self.client.run(self.tasks[number].data, how, self.recipe.model.name, sampling, timeout_s)
+
+    async def until_at_engine(self, count: int) -> None:
+        """Until the engine has so many requests that are not answered yet."""
+        deadline = time.monotonic() + 60
+        async with httpx.AsyncClient(trust_env=False, headers=self.serving.headers) as client:
+            while True:
+                load = (await client.get(f"{self.serving.url('inference-0')}/load")).json()["server_load"]
+                if load == count:
+                    return
+                assert time.monotonic() < deadline, load
+                await asyncio.sleep(0.02)
+
+    async def stuck(self, *rollouts: Awaitable) -> list[asyncio.Future]:
+        """The rollouts, started, when each has its request at the engine, which is paused."""
+        assert self.serving.post("inference-0", "/pause", {}).status_code == 200
+        started = [asyncio.ensure_future(rollout) for rollout in rollouts]
+        await self.until_at_engine(len(started))
+        return started
+
+    def resume(self) -> None:
+        assert self.serving.post("inference-0", "/resume", {}).status_code == 200
+
+
+def with_rollouts(serving: Serving, check: Callable[[Rollouts], Awaitable[None]]) -> None:
+    async def main() -> None:
+        rollouts = Rollouts(serving)
+        try:
+            await rollouts.client.wait_ready(120)
+            await check(rollouts)
+        finally:
+            await rollouts.client.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollout_carries_the_tokens_and_logprobs_that_the_engine_saw(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        episode = await rollouts.run()
+        assert episode.ok, episode.errors
+        (trace,) = episode.traces
+        (branch,) = trace.branches
+        num_sampled = sum(branch.sampled_mask)
+        prompt = branch.token_ids[: len(branch.token_ids) - num_sampled]
+        completion = branch.token_ids[-num_sampled:]
+        assert 1 <= num_sampled <= 12
+        assert branch.sampled_mask == [False] * len(prompt) + [True] * num_sampled
+        expected = hf_logprobs(serving.model, prompt, completion)
+        assert branch.logprobs[-num_sampled:] == pytest.approx(expected, abs=1e-4)
+        assert 0 <= trace.rewards["similarity"].score <= 1
+        assert set(trace.metrics) == {"exact_match"}
+
+    with_rollouts(serving, check)
+
+
+def test_an_evaluation_rollout_is_scored(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        episode = await rollouts.run(evaluate=True)
+        assert episode.ok, episode.errors
+        assert "similarity" in episode.traces[0].rewards
+
+    with_rollouts(serving, check)
+
+
+def test_bad_task_data_is_an_error_and_the_server_lives(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        rollouts.tasks[0].data.pop("answer")
+        with pytest.raises(EnvServerError, match="answer"):
+            await rollouts.run(0)
+        assert await rollouts.client.health()
+        assert (await rollouts.run(1)).ok
+
+    with_rollouts(serving, check)
+
+
+def test_kill_9_fails_pending_rollouts_and_the_next_ones_run_on_the_successor(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        try:
+            pending = await rollouts.stuck(*(rollouts.run(number) for number in range(3)))
+            serving.kill("env_server-0")
+            outcomes = await asyncio.gather(*pending, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [EnvServerDied] * 3
+            assert not rollouts.client.is_up
+            await rollouts.until_at_engine(0)
+            again = asyncio.ensure_future(rollouts.run(0))  # waits for the successor
+            await asyncio.to_thread(serving.start, "env_server-0")
+            await rollouts.until_at_engine(1)
+        finally:
+            rollouts.resume()
+        assert (await again).ok
+
+    with_rollouts(serving, check)
+
+
+def test_a_rollout_beyond_its_time_or_cancelled_leaves_the_engine(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        await rollouts.run()  # so that the next one's time is not spent on loading the tokenizer
+        try:
+            late, cancelled = await rollouts.stuck(rollouts.run(0, timeout_s=4.0), rollouts.run(1))
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            with pytest.raises(TimeoutError):
+                await late
+            await rollouts.until_at_engine(0)
+        finally:
+            rollouts.resume()
+        assert (await rollouts.run()).ok
+
+    with_rollouts(serving, check)
+
+
+def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:
+    async def check() -> None:
+        environment = serving.recipe.environments.train[0]
+        client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02, restart_timeout_s=0.1)
+        sampling = sampling_config(serving.recipe.rollouts.sampling, 0)
+        with pytest.raises(EnvServerDied, match="reverse-text"):
+            await client.run({}, eval_client("http://127.0.0.1:1"), "m", sampling)
+        await client.close()
+
+    asyncio.run(check())
+
+
+def test_the_second_server_is_the_evaluations_and_leaves_nothing_behind(serving: Serving) -> None:
+    serving.start("env_server-1")
+    endpoint = read_endpoint(serving.run, "env_server-1")
+    assert (endpoint["env"], endpoint["split"]) == ("held-out", "eval")
+    before = scratch_folders(serving.run)
+    assert len(before) == 1
+    assert serving.terminate("env_server-1") == ExitCode.DONE
+    assert scratch_folders(serving.run) == []
+    assert list(serving.home.iterdir()) == []
+
+
+def scratch_folders(run: RunDir) -> list[Path]:
+    run_id = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
+    return list(Path(tempfile.gettempdir()).glob(f"primerl-*-{run_id}-env_server-1"))
+
+
+def test_an_unknown_environment_ends_the_server_with_its_name(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "model")
+    recipe["environments"]["train"][0]["id"] = "no-such-env"
+    make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
+    code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0")
+    assert code == ExitCode.CONFIG
+    assert "environment no-such-env" in log.splitlines()[-1]
+    assert "Traceback" not in log

@@ -1,0 +1,200 @@
+"""A real engine behind the real router: tokens and log-probabilities, new weights in flight, keys, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primerl_hpc.common.rundir import STABLE, ensure_api_key
+from primerl_hpc.orchestrator.fleet import Fleet
+from tests.e2e.serving import Serving, hf_logprobs, save_variant
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [1, 5, 103, 40, 41, 42, 2]
+TOLERANCE = 1e-4  # both sides compute in float32
+
+
+@pytest.fixture(scope="module")
+def variant(serving: Serving, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_variant(serving.model, tmp_path_factory.mktemp("variant") / "model", seed=7)
+
+
+@pytest.fixture
+def base(serving: Serving):
+    """Afterwards the engine serves version 0 again."""
+    yield
+    asyncio.run(with_fleet(serving, lambda fleet: fleet.update(serving.model, 0)))
+
+
+async def with_fleet(serving: Serving, action):
+    fleet = Fleet(serving.run, ensure_api_key(serving.run), backoff_s=0.05)
+    try:
+        return await action(fleet)
+    finally:
+        await fleet.close()
+
+
+def update(serving: Serving, path: Path, version: int):
+    return asyncio.run(with_fleet(serving, lambda fleet: fleet.update(path, version)))
+
+
+def is_of(model: Path, generated: dict) -> bool:
+    expected = hf_logprobs(model, PROMPT, generated["token_ids"])
+    return generated["logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_generation_through_the_router_has_the_logprobs_of_transformers(serving: Serving) -> None:
+    generated = serving.generate(PROMPT)
+    assert len(generated["token_ids"]) == 16
+    assert is_of(serving.model, generated)
+
+
+def test_the_router_serves_models_and_chat(serving: Serving) -> None:
+    url = serving.url("router-0")
+    models = httpx.get(f"{url}/v1/models", headers=serving.headers, trust_env=False).json()
+    assert [model["id"] for model in models["data"]] == [serving.recipe.model.name]
+    body = {
+        "model": serving.recipe.model.name,
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 4,
+    }
+    answer = serving.post("router-0", "/v1/chat/completions", body)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_nothing_but_health_and_metrics_answers_without_the_key(serving: Serving) -> None:
+    engine, router = serving.url("inference-0"), serving.url("router-0")
+    generate = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    with httpx.Client(trust_env=False) as client:
+        for url in (engine, router):
+            assert client.get(f"{url}/v1/models").status_code == 401
+            assert client.post(f"{url}/inference/v1/generate", json=generate).status_code == 401
+            for route in ("/pause", "/resume", "/update_weights"):
+                assert client.post(f"{url}{route}", json={}).status_code == 401
+        for route in ("/primerl/state", "/version", "/load", "/docs", "/openapi.json"):
+            assert client.get(f"{engine}{route}").status_code == 401, route
+        for route in ("/tokenize", "/invocations", "/collective_rpc", "/scale_elastic_ep"):
+            assert client.post(f"{engine}{route}", json={}).status_code == 401, route
+        assert client.get(f"{engine}/health").status_code == 200
+        assert client.get(f"{engine}/metrics").status_code == 200
+
+
+def test_admin_calls_do_not_pass_the_router(serving: Serving) -> None:
+    assert serving.post("router-0", "/pause", {}).status_code != 200
+    state = httpx.get(f"{serving.url('inference-0')}/primerl/state", headers=serving.headers, trust_env=False)
+    assert state.json()["paused"] is False
+
+
+def test_the_key_is_in_no_command_line_and_no_log(serving: Serving) -> None:
+    key = ensure_api_key(serving.run)
+    for name in serving.processes:
+        assert key not in serving.log(name)
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert key.encode() not in cmdline.read_bytes()
+        except OSError:  # ended meanwhile
+            continue
+
+
+def test_an_update_serves_the_new_weights_and_another_brings_the_old_back(
+    serving: Serving, variant: Path, base: None
+) -> None:
+    report = update(serving, variant, 3)
+    assert report.is_complete, report
+    assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 3}
+    generated = serving.generate(PROMPT)
+    assert is_of(variant, generated)
+    assert not is_of(serving.model, generated)
+    update(serving, serving.model, 0)
+    assert is_of(serving.model, serving.generate(PROMPT))
+
+
+def test_a_request_in_flight_goes_on_with_the_new_weights(
+    serving: Serving, variant: Path, base: None
+) -> None:
+    """Paused in the middle of a stream, updated with the KV recomputed, resumed: no token is lost."""
+    max_tokens = 480
+    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 1, "seed": 1, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": parameters, "stream": True}
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    url = serving.url("inference-0")
+    with httpx.stream(
+        "POST",
+        f"{url}/inference/v1/generate",
+        json=body,
+        headers=serving.headers,
+        timeout=120,
+        trust_env=False,
+    ) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            if not tokens:
+                assert serving.post("inference-0", "/pause", {"clear_cache": True}).status_code == 200
+                answer = serving.post("inference-0", "/update_weights", {"path": str(variant), "version": 1})
+                assert answer.json() == {"version": 1, "ranks": [1]}
+                assert serving.post("inference-0", "/resume", {}).status_code == 200
+            tokens += choice["token_ids"]
+            logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert len(tokens) == len(logprobs) == max_tokens
+    of_base, of_variant = (hf_logprobs(model, PROMPT, tokens) for model in (serving.model, variant))
+    num_before = next(i for i, logprob in enumerate(logprobs) if abs(logprob - of_base[i]) > TOLERANCE)
+    assert 0 < num_before < max_tokens
+    assert logprobs[num_before:] == pytest.approx(of_variant[num_before:], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("damage", ["missing folder", "truncated", "tensor missing", "other shape"])
+def test_a_bad_folder_is_refused_and_the_old_weights_keep_serving(
+    serving: Serving, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "weights"
+    if damage != "missing folder":
+        shutil.copytree(serving.model, folder)
+        spoil(folder / "model.safetensors", damage)
+    report = update(serving, folder, 9)
+    assert set(report.failed) == {"inference-0"}
+    assert str(folder) in report.failed["inference-0"]
+    assert not serving.run.restart_request("inference-0").exists()
+    assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 0}
+    assert is_of(serving.model, serving.generate(PROMPT))
+
+
+def spoil(file: Path, damage: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+        return
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensor = tensors.pop(name)
+    if damage == "other shape":
+        tensors[name] = tensor[..., :-1].copy()
+    save_file(tensors, file)
+
+
+def test_a_restarted_engine_keeps_its_url_and_serves_the_newest_version(
+    serving: Serving, variant: Path, base: None
+) -> None:
+    url = serving.url("inference-0")
+    shutil.copytree(variant, serving.run.weights_step(3))
+    (serving.run.weights_step(3) / STABLE).touch()
+    serving.kill("inference-0")
+    serving.start("inference-0")
+    assert serving.url("inference-0") == url
+    assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 3}
+    assert not serving.run.has_lease(serving.run.weights_step(3))
+    serving.wait_for_router()
+    assert is_of(variant, serving.generate(PROMPT))
+    report = asyncio.run(with_fleet(serving, lambda fleet: fleet.reconcile(serving.model, 2)))
+    assert report.updated == ("inference-0",)
+    assert is_of(serving.model, serving.generate(PROMPT))
+    shutil.rmtree(serving.run.weights)

@@ -1,0 +1,294 @@
+"""The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from primerl_hpc.common.errors import ExitCode  # noqa: E402
+from primerl_hpc.common.files import read_json, wait_until, write_text  # noqa: E402
+from primerl_hpc.common.metrics import read_steps  # noqa: E402
+from primerl_hpc.common.names import Role  # noqa: E402
+from primerl_hpc.common.rundir import STABLE, RunDir  # noqa: E402
+from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
+from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
+from tests.support import end_role, make_plan, make_tiny_model, process_plan, random_row, run_role, start_role  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=300, hidden=64)
+
+
+def rl_recipe(model: Path, **changes) -> dict:
+    base = {
+        "kind": "rl",
+        "name": "test",
+        "model": {"name": str(model), "dtype": "float32", "renderer": {"name": "chatml"}},
+        "seq_len": 128,
+        "max_steps": 3,
+        "environments": {"train": [{"id": "reverse-text"}]},
+        "rollouts": {"batch_size": 16, "group_size": 8, "sampling": {"max_tokens": 12}},
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "trainer": {"param_dtype": "float32", "activation_checkpointing": "none"},
+    }
+    return base | changes
+
+
+def make_run(folder: Path, recipe: dict, model: Path, *, ranks: int, role: Role = Role.TRAINER) -> RunDir:
+    make_plan(folder, recipe, processes=[process_plan(role, accelerators=ranks)], model_path=model)
+    return RunDir(folder)
+
+
+def send(run: RunDir, steps, *, ranks: int, spoil: bool = False) -> None:
+    """The same rows whatever the number of ranks they are dealt to."""
+    for step in steps:
+        rng = np.random.default_rng(step)
+        rows = [random_row(rng, rng.integers(5, 40, 3).tolist(), num_envs=2) for _ in range(ROWS)]
+        if spoil:
+            rows[-1].advantages[:] = np.nan
+        info = StepInfo(step=step, env_names=["a", "b"])
+        FilesystemSender(run).send(info, [rows[rank::ranks] for rank in range(ranks)])
+
+
+def curve(run: RunDir, role: str = "trainer", *names: str) -> np.ndarray:
+    names = names or ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/b/mean")
+    return np.array([[row[name] for name in names] for row in read_steps(run.metrics(role)).values()])
+
+
+def outcome(run: RunDir, name: str = "trainer-0") -> dict:
+    return read_json(run.control / "outcomes" / f"{name}.json")
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory) -> RunDir:
+    """Three RL steps on one rank, nothing special."""
+    run = make_run(tmp_path_factory.mktemp("straight"), rl_recipe(tiny / "model"), tiny / "model", ranks=1)
+    send(run, (1, 2, 3), ranks=1)
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    assert "step 3/3" in log
+    return run
+
+
+def test_trainer_ends_done_with_a_whole_policy_version_per_step(straight):
+    assert outcome(straight) == {"process": "trainer-0", "outcome": "done", "step": 3}
+    reader = FilesystemWeightReader(straight)
+    assert reader.newest() == 3
+    verify_checksums(reader.open(3, "test"))
+    reader.close(3, "test")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {}),
+        (4, {"layout": {"trainer": {"replicate": 2}}}),
+        (3, {"trainer": {"param_dtype": "float32", "activation_checkpointing": "full"}}),
+    ],
+    ids=["2-ranks", "hsdp-2x2", "3-ranks-uneven-recomputed"],
+)
+def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(straight, tiny, tmp_path, ranks, changes):
+    run = make_run(tmp_path, rl_recipe(tiny / "model", **changes), tiny / "model", ranks=ranks)
+    for step in (1, 2, 3):
+        rng = np.random.default_rng(step)
+        rows = [random_row(rng, rng.integers(5, 40, 3).tolist(), num_envs=2) for _ in range(ROWS)]
+        dealt = [rows[rank::ranks] for rank in range(ranks)]
+        empty = random_row(rng, [1])
+        empty.loss_mask[:], empty.rl_weights[:] = False, 0
+        most = max(map(len, dealt))
+        FilesystemSender(run).send(
+            StepInfo(step=step, env_names=["a", "b"]), [each + [empty] * (most - len(each)) for each in dealt]
+        )
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
+
+
+def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny, tmp_path):
+    """Stopped while waiting for a batch: the last step is saved though no checkpoint was due."""
+    model = tiny / "model"
+    run = make_run(tmp_path, rl_recipe(model), model, ranks=2)
+    send(run, (1, 2), ranks=2)
+    process = start_role(run, "main", "trainer-0")
+    try:
+        wait_until(lambda: 2 in run.stable_weights() or process.poll() is not None, what="v2", timeout_s=200)
+        write_text(run.stop_request, "")
+        assert process.wait(100) == 0
+    finally:
+        end_role(process)
+    assert outcome(run) == {"process": "trainer-0", "outcome": "stopped", "step": 2}
+    assert run.finish_checkpoint_side(2, "orchestrator", ("trainer", "orchestrator"))
+    run.stop_request.unlink()
+    run.delete_step(run.weights_step(2), STABLE)
+
+    make_plan(
+        tmp_path, rl_recipe(model), processes=[process_plan(Role.TRAINER, accelerators=1)], model_path=model
+    )
+    send(run, (3,), ranks=1)
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
+    assert 2 in run.stable_weights()
+    assert not list(run.checkpoints.rglob(".metadata"))
+
+
+def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(tiny, tmp_path):
+    recipe = rl_recipe(tiny / "model", max_steps=9)
+    recipe["trainer"]["max_bad_steps"] = 2
+    run = make_run(tmp_path, recipe, tiny / "model", ranks=2)
+    send(run, (1, 3, 4), ranks=2, spoil=True)
+    send(run, (2,), ranks=2)
+    assert run_role(run, "main", "trainer-0")[0] != 0
+    error = read_json(run.control / "errors" / "trainer-0.json")
+    assert error["exit_code"] == ExitCode.NO_CONTINUE
+    assert "not finite in 2 steps in a row, the last one 4" in error["message"]
+    assert list(curve(run, "trainer", "optim/skipped")[:, 0]) == [1, 0, 1]
+    for shard in run.weights_step(2).glob("model-*"):
+        skipped = load_file(run.weights_step(3) / shard.name)
+        assert all(torch.equal(value, skipped[name]) for name, value in load_file(shard).items())
+
+
+def test_a_model_folder_without_its_parts_is_refused_in_one_sentence(tmp_path):
+    run = make_run(tmp_path / "run", rl_recipe(tmp_path / "none"), tmp_path / "none", ranks=1)
+    code, log = run_role(run, "main", "trainer-0")
+    assert code != 0
+    error = read_json(run.control / "errors" / "trainer-0.json")
+    assert error["exit_code"] == ExitCode.DATA
+    assert error["message"] == f"{tmp_path / 'none'}: not a model folder: config.json is missing"
+    assert 'Traceback (most recent call last):\n  File "/work' not in log
+
+
+def tied_model(folder: Path) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["experts", "tied"])
+def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, kind):
+    """Per-expert names on disk, fused in memory; tied heads; 101 or 104 rows cut for three ranks."""
+    if kind == "experts":
+        model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
+    else:
+        model = tied_model(tmp_path / "tied")
+    recipe = rl_recipe(model, max_steps=1, optimizer={"type": "sgd", "lr": 1e-30, "momentum": 0.0})
+    run = make_run(tmp_path / "run", recipe, model, ranks=3)
+    rng = np.random.default_rng(0)
+    FilesystemSender(run).send(StepInfo(step=1), [[random_row(rng, [9, 12])] for _ in range(3)])
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    base = load_file(model / "model.safetensors")
+    folder = run.weights_step(1)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(base)
+    for name, file in index.items():
+        torch.testing.assert_close(load_file(folder / file)[name], base[name], rtol=0, atol=1e-12)
+
+
+# -- supervised ----------------------------------------------------------------------------------------------------------
+
+
+def sft_recipe(tiny: Path, **changes) -> dict:
+    data = {"path": str(tiny / "sft.jsonl")}
+    base = rl_recipe(tiny / "model")
+    del base["environments"], base["rollouts"]
+    return (
+        base
+        | {
+            "kind": "sft",
+            "max_steps": 40,
+            "sft": {
+                "data": data,
+                "batch_unit": "samples",
+                "batch_size": 32,
+                "validation": {"data": data | {"num_rows": 20}, "interval": 20},
+            },
+            "optimizer": {"type": "adamw", "lr": 3e-3},
+            "checkpoint": {"interval": 20},
+        }
+        | changes
+    )
+
+
+def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = make_run(tmp_path, sft_recipe(tiny), tiny / "model", ranks=2, role=Role.SFT)
+    code, log = run_role(run, "main", "sft-0")
+    assert code == 0, log
+    assert outcome(run, "sft-0")["outcome"] == "done"
+    losses = curve(run, "sft", "loss/mean")[:, 0]
+    assert losses[0] > 4
+    assert losses[-1] < 3
+    assert read_steps(run.metrics("sft"))[40]["val/loss"] < 3
+    assert run.complete_checkpoints() == [20, 40]
+    folder = run.weights_step(40)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("abc", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_sft_resumes_exactly_from_its_checkpoint(tiny, tmp_path):
+    runs = []
+    for name, role_ranks in (("straight", 2), ("broken", 2)):
+        run = make_run(
+            tmp_path / name,
+            sft_recipe(tiny, max_steps=6, checkpoint={"interval": 3}),
+            tiny / "model",
+            ranks=role_ranks,
+            role=Role.SFT,
+        )
+        assert run_role(run, "main", "sft-0")[0] == 0
+        runs.append(run)
+    straight, broken = runs
+    broken.delete_after(3)
+    make_run(
+        broken.root,
+        sft_recipe(tiny, max_steps=6, checkpoint={"interval": 3}),
+        tiny / "model",
+        ranks=1,
+        role=Role.SFT,
+    )
+    code, log = run_role(broken, "main", "sft-0")
+    assert code == 0, log
+    assert "resumed from checkpoint 3" in log
+    np.testing.assert_allclose(
+        curve(broken, "sft", "loss/mean", "optim/grad_norm", "progress/total_samples"),
+        curve(straight, "sft", "loss/mean", "optim/grad_norm", "progress/total_samples"),
+        rtol=1e-5,
+    )
+
+
+def test_sft_row_without_its_columns_is_named(tiny, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    recipe = sft_recipe(tiny)
+    recipe["sft"] = {"data": {"path": str(tmp_path / "bad.jsonl")}}
+    run = make_run(tmp_path / "run", recipe, tiny / "model", ranks=2, role=Role.SFT)
+    code, log = run_role(run, "main", "sft-0")
+    assert code != 0
+    error = read_json(run.control / "errors" / "sft-0.json")
+    assert error["exit_code"] == ExitCode.DATA
+    assert "bad.jsonl:2: column 'completion' is missing" in error["message"]
+    assert error["message"] in log

@@ -1,0 +1,63 @@
+"""One virtual cluster for all tests of a session; each test leaves all its nodes idle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.virtual import NODES, TOOL, Cluster, SlurmToy
+from tests.support import ROOT
+
+
+@pytest.fixture(scope="session")
+def virtual_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if os.geteuid() != 0:
+        pytest.skip("a virtual SLURM cluster needs root")
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    size = ["--nodes", str(NODES), "--gpus", "8", "--node-timeout", "6", "--requeue-delay", "8"]
+    image = os.environ.get("VIRTUAL_CLUSTER_IMAGE")  # another SLURM: a root file system made by mmdebstrap
+    other = ["--image", image, "--bind", str(ROOT)] if image else []
+    up = subprocess.run(
+        [str(TOOL), "--dir", str(made.folder), "up", *size, *other],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if up.returncode and not image and shutil.which("slurmctld") is None:
+        pytest.skip(f"SLURM cannot be installed here: {up.stderr.strip()}")
+    assert up.returncode == 0, up.stdout + up.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{made.folder / 'bin'}:{os.environ['PATH']}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield made
+    made.tool("down", "--purge")
+
+
+@pytest.fixture
+def cluster(virtual_cluster: Cluster) -> Cluster:
+    virtual_cluster.wait_until_idle()
+    return virtual_cluster
+
+
+@pytest.fixture
+def new_toy(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmToy]]:
+    made: list[SlurmToy] = []
+
+    def make(name: str = "run", **scheduler: Any) -> SlurmToy:
+        made.append(SlurmToy(cluster, tmp_path / name, **scheduler))
+        return made[-1]
+
+    yield make
+    for toy in made:
+        toy.end()
+
+
+@pytest.fixture
+def toy(new_toy: Callable[..., SlurmToy]) -> SlurmToy:
+    return new_toy()

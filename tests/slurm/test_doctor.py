@@ -1,0 +1,57 @@
+"""doctor against a real SLURM: what fits is said to fit, what does not is named with its mend, and nothing is queued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.slurm import ask
+from primerl_hpc.common.yamldoc import dump_yaml, load_yaml
+from tests.slurm.virtual import Cluster, run_cli
+from tests.support import ROOT
+
+VIRTUAL = ROOT / "cluster_profiles" / "virtual.yaml"
+
+
+def findings_of(profile: str) -> dict[str, dict[str, Any]]:
+    done = run_cli("doctor", "--profile", profile, "--json")
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    is_healthy = all(finding["is_ok"] for finding in found.values())
+    assert done.returncode == (ExitCode.DONE if is_healthy else ExitCode.CONFIG)
+    return found
+
+
+def test_a_fitting_profile_is_healthy_and_nothing_is_queued(cluster: Cluster) -> None:
+    assert all(finding["is_ok"] for finding in findings_of("virtual").values())
+    assert ask(["squeue", "--noheader"]) == ""
+
+
+@pytest.mark.parametrize(
+    "block, change, what, mend",
+    [
+        ("scheduler", {"partition": "gpu"}, "partition", "main, preemptible"),
+        ("scheduler", {"time": "09:00:00"}, "walltime", "4:00:00"),
+        ("scheduler", {"account": "physics"}, "account", "root"),
+        ("scheduler", {"constraint": "a100&nvlink"}, "test submission", "refuses"),
+        ("node", {"cores": 128}, "cores of a node", "64"),
+        ("node", {"gpus": 16}, "GPUs of a node", "8"),
+        (None, {"nodes": 9}, "nodes", "lower"),
+        (None, {"runs_dir": "/proc/nowhere"}, "run directory", "runs_dir"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_mend(
+    cluster: Cluster, tmp_path: Path, block: str | None, change: dict[str, Any], what: str, mend: str
+) -> None:
+    values = dict(load_yaml(VIRTUAL).values)
+    if block is None:
+        values |= change
+    else:
+        values[block] = {**values[block], **change}
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(values))
+    finding = findings_of(str(path))[what]
+    assert not finding["is_ok"] and mend in finding["mend"]

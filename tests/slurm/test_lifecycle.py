@@ -1,0 +1,206 @@
+"""Ends and beginnings under SLURM: cancels, walltime, preemption, lost nodes, dead supervisors, a restarted controller.
+
+The trainer of these runs makes checkpoint 1 at once and another one when it is asked to stop.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.slurm import ask
+from primerl_hpc.plan.types import OnExit
+from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, run_cli, wait_for
+
+
+def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=trainer_nodes)
+    return toy
+
+
+def finish(toy: SlurmToy) -> None:
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+
+
+def warn_of_walltime(toy: SlurmToy) -> None:
+    """The very signal SLURM sends before the time limit (`--signal=B:USR2@…`), without the wait for it."""
+    subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
+
+
+def test_cancel_saves_and_stops_and_resume_goes_on(toy: SlurmToy) -> None:
+    add_roles(toy).submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    done = run_cli("cancel", str(toy.run.root), "--wait")
+    assert done.returncode == 0 and "stopped" in done.stdout, done.stderr
+    toy.assert_nothing_is_left()
+    assert toy.run.latest_checkpoint() == 2 and toy.fact().state == "FAILED"  # exit code 75
+    wait_for(lambda: (fact := toy.accounted()) is not None and fact.exit_code == 75, "its code in accounting")
+    toy.submit()
+    toy.wait_until_ready("trainer-0", attempt=2)
+    assert "goes on after 2" in toy.log("trainer-0", attempt=2)
+    finish(toy)
+
+
+def test_a_run_in_the_queue_tells_why_it_waits_and_is_cancelled_there(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    first = add_roles(new_toy("first"), trainer_nodes=(1, 2, 3))
+    first.submit()
+    first.wait_until_ready("inference-0")
+    toy = add_roles(new_toy("second"))
+    toy.submit()
+    wait_for(lambda: "Resources" in (toy.snapshot().message or ""), "SLURM's reason")
+    assert toy.snapshot().state == RunState.PENDING
+    assert run_cli("cancel", str(toy.run.root)).returncode == 0
+    toy.wait_for_job("CANCELLED")
+    assert toy.snapshot().state == RunState.CANCELLED
+    finish(first)
+
+
+def test_scancel_saves_where_it_is_quick(toy: SlurmToy) -> None:
+    add_roles(toy).submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    subprocess.run(["scancel", toy.job], check=True)
+    toy.wait_for_state(RunState.STOPPED)
+    toy.assert_nothing_is_left()
+    assert toy.run.latest_checkpoint() == 2 and toy.fact().state == "CANCELLED"
+
+
+def test_a_killed_supervisor_leaves_nothing_and_resume_takes_over(toy: SlurmToy) -> None:
+    add_roles(toy).submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    owner = read_json(toy.run.supervisor_lock)
+    toy.cluster.on(owner["host"], "kill", "-9", str(owner["pid"]))
+    toy.wait_for_state(RunState.FAILED)
+    toy.cluster.wait_until_idle()
+    wait_for(lambda: not toy.cluster.processes_of(toy.run), "the end of every process")
+    toy.submit()  # at once: SLURM vouches that the old owner is over
+    toy.wait_until_ready("trainer-0", attempt=2)
+    finish(toy)
+
+
+def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmToy) -> None:
+    add_roles(toy).submit()
+    for attempt in (1, 2):
+        toy.wait_until_ready("inference-0", "trainer-0", attempt=attempt)
+        saved = toy.run.latest_checkpoint()
+        assert saved is not None
+        warn_of_walltime(toy)
+        toy.wait_for_job("PENDING")
+        assert toy.snapshot().state == RunState.PENDING and "back in the queue" in (
+            toy.snapshot().message or ""
+        )
+        assert toy.run.latest_checkpoint() == saved + 1
+    toy.wait_until_ready("trainer-0", attempt=3)
+    assert "goes on after 3" in toy.log("trainer-0", attempt=3)
+    finish(toy)
+
+
+def test_slurm_itself_warns_before_the_walltime(new_toy: Callable[..., SlurmToy]) -> None:
+    toy = add_roles(new_toy(time="00:01:00", signal_margin_s=45))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    wait_for(lambda: toy.events("run_requeued"), "the warning and the requeue", tell=toy.words)
+    assert toy.events("signal")[0]["signal"] == "SIGUSR2"
+    assert toy.run.latest_checkpoint() == 2
+    finish(toy)
+
+
+def test_a_walltime_without_a_new_checkpoint_ends_the_chain_and_says_so(toy: SlurmToy) -> None:
+    toy.add(Role.TRAINER, TRAIN.replace("step += 1", "sys.exit(75)"), OnExit.ENDS_PHASE)
+    toy.processes[0] = toy.processes[0].model_copy(
+        update={"argv": tuple(word.replace("or step == 0", "") for word in toy.processes[0].argv)}
+    )
+    toy.submit()
+    toy.wait_until_ready("trainer-0")
+    warn_of_walltime(toy)
+    toy.wait_for_state(RunState.STOPPED)
+    assert "before a new checkpoint" in (toy.snapshot().message or "")
+    toy.assert_nothing_is_left()
+
+
+def test_no_requeue_is_respected(new_toy: Callable[..., SlurmToy]) -> None:
+    toy = add_roles(new_toy(requeue=False))
+    toy.submit()
+    toy.wait_until_ready("trainer-0")
+    warn_of_walltime(toy)
+    toy.wait_for_state(RunState.STOPPED)
+    assert "does not requeue" in (toy.snapshot().message or "")
+    toy.assert_nothing_is_left()
+
+
+def test_a_preempted_run_saves_in_the_grace_time_and_comes_back(new_toy: Callable[..., SlurmToy]) -> None:
+    toy = add_roles(new_toy(partition="preemptible"), trainer_nodes=(1, 2, 3))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    urgent = ask(
+        ["sbatch", "--parsable", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600"]
+    ).strip()
+    toy.wait_for_job("PENDING")
+    assert toy.run.latest_checkpoint() == 2
+    subprocess.run(["scancel", urgent], check=True)
+    toy.wait_until_ready("trainer-0", attempt=2)
+    finish(toy)
+
+
+def test_a_restarted_controller_does_not_disturb_the_run(toy: SlurmToy) -> None:
+    add_roles(toy).submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    toy.cluster.wait_until_saved(toy.job)
+    toy.cluster.tool("kill-controller")
+    subprocess.run(["scontrol", "ping"], check=False, capture_output=True)
+    assert toy.snapshot().state == RunState.RUNNING  # its own files know
+    toy.cluster.tool("return-controller")
+    finish(toy)
+
+
+def test_lost_nodes_send_their_runs_back_into_the_queue_and_they_go_on_elsewhere(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    """One run loses its trainer's node, the other its head, at the same moment; the two nodes left serve one of them."""
+    first, second = add_roles(new_toy("first")), add_roles(new_toy("second"))
+    for toy in (first, second):
+        toy.submit()
+        toy.wait_until_ready("inference-0", "trainer-0")
+    cluster, lost = (
+        first.cluster,
+        [first.endpoint("trainer-0")["host"], second.endpoint("inference-0")["host"]],
+    )
+    for node in lost:
+        cluster.tool("kill-node", node)
+    try:
+        for toy in (first, second):
+            wait_for(
+                lambda toy=toy: toy.snapshot().state == RunState.PENDING or toy.snapshot().attempt == 2,
+                "requeue",
+            )
+        wait_for(lambda: 2 in (first.snapshot().attempt, second.snapshot().attempt), "a second attempt")
+    finally:
+        for node in lost:
+            cluster.tool("return-node", node)
+    for toy in (first, second):
+        toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
+    assert "goes on after 1" in first.log("trainer-0", attempt=2)
+    # a trainer that outlives its head is told by SLURM, and saves
+    assert "goes on after 2" in second.log("trainer-0", attempt=2)
+    (first.run.root / "enough").touch()
+    finish(second)
+    finish(first)
+
+
+def test_a_lost_node_without_requeue_fails_the_run_and_names_it(new_toy: Callable[..., SlurmToy]) -> None:
+    toy = add_roles(new_toy(requeue=False))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    subprocess.run(["scontrol", "update", "nodename=n2", "state=down", "reason=test"], check=True)
+    wait_for(lambda: toy.snapshot().state.is_final, "its end", tell=toy.words)
+    toy.wait_for_job("NODE_FAIL")
+    toy.wait_for_state(RunState.FAILED)  # never done, whatever srun's code says
+    assert "NODE_FAIL" in (toy.snapshot().message or "")
+    subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], check=False, capture_output=True)
+    toy.assert_nothing_is_left()

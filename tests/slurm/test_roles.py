@@ -1,0 +1,116 @@
+"""Roles as SLURM steps: where they run, what SLURM knows of them, how they end, and what is left afterwards: nothing."""
+
+from __future__ import annotations
+
+from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
+from primerl_hpc.plan.types import OnExit
+from tests.slurm.virtual import SAY, SERVE, TRAIN, SlurmToy, wait_for
+
+SHOW_GPUS = SAY + "print('gpus', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'), flush=True)\n"
+
+
+def test_roles_run_as_named_steps_on_their_nodes_and_a_finish_releases_all(toy: SlurmToy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE, nodes=(1, 2))
+    toy.add(Role.ORCHESTRATOR, SAY, OnExit.ENDS_PHASE, nodes=(3,))
+    toy.submit()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+    assert toy.fact().state == "COMPLETED"
+    assert "on n1 node 0" in toy.log("inference-0")
+    assert "on n2 node 0" in toy.log("trainer-0_0") and "on n3 node 1" in toy.log("trainer-0_1")
+    assert "on n4" in toy.log("orchestrator-0")
+    wait_for(lambda: {"inference-0", "trainer-0", "orchestrator-0"} <= set(toy.steps()), "accounting")
+
+
+def test_a_crash_names_the_node_and_the_code_and_releases_all(toy: SlurmToy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(
+        Role.TRAINER, SAY + "raise SystemExit('error: the loss is a teapot')", OnExit.ENDS_PHASE, nodes=(2,)
+    )
+    toy.submit()
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    failure = read_json(toy.run.failure)
+    assert (failure["process"], failure["node"], failure["exit_code"]) == ("trainer-0", "n3", 1)
+    assert "teapot" in failure["message"]
+    assert toy.fact().state == "FAILED"
+
+
+def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_is_told_with_its_own_code(toy: SlurmToy) -> None:
+    code = SAY + "if os.environ['SLURM_NODEID'] == '1': sys.exit(7)\ntime.sleep(900)\n"
+    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE, nodes=(1, 2))
+    toy.submit()
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    failure = read_json(toy.run.failure)
+    assert (failure["node"], failure["exit_code"], failure["signal"]) == ("n3", 7, None)
+    assert failure["log"].endswith("trainer-0_1.log")
+
+
+def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy) -> None:
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
+    toy.submit()
+    toy.wait_until_ready("trainer-0")
+    toy.cluster.on("n2", "kill", "-9", str(toy.endpoint("trainer-0")["pid"]))
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    failure = read_json(toy.run.failure)
+    assert (failure["node"], failure["signal"]) == ("n2", "SIGKILL")
+
+
+def test_a_killed_server_a_requested_restart_and_a_late_one_are_started_again(toy: SlurmToy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
+    toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
+    late = SAY + "time.sleep(900 if os.environ['PRIMERL_INCARNATION'] == '0' else 0)\n" + SERVE
+    toy.add(Role.ENV_SERVER, late, OnExit.RESTART, nodes=(0,), ready_timeout_s=6)
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "router-0")
+    toy.cluster.on("n2", "kill", "-9", str(toy.endpoint("inference-0")["pid"]))
+    write_json(toy.run.restart_request("router-0"), {"reason": "it cannot be updated"})
+
+    def is_second_life(process: str) -> bool:
+        return toy.run.endpoint(process).exists() and toy.endpoint(process)["incarnation"] == 1
+
+    for process in ("inference-0", "router-0", "env_server-0"):
+        wait_for(lambda process=process: is_second_life(process), f"second life of {process}")
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+
+
+def test_roles_that_share_a_node_see_their_own_gpus_only(toy: SlurmToy) -> None:
+    toy.plan_changes = {"accelerator": "gpu", "accelerators_per_node": 8}
+    everything = tuple(range(8))
+    for index, devices in enumerate([(0, 1), (2, 3, 4, 5), everything, ()]):
+        toy.add(Role.TRAINER, SHOW_GPUS, OnExit.ENDS_PHASE, index=index)
+        toy.processes[-1] = toy.processes[-1].model_copy(update={"accelerators": devices})
+    toy.submit()
+    toy.wait_for_state(RunState.DONE)
+    seen = [toy.log(f"trainer-{index}").split("gpus ")[1].strip() for index in range(4)]
+    assert seen == ["0,1", "2,3,4,5", "0,1,2,3,4,5,6,7", "none"]
+
+
+def test_a_role_that_cannot_start_fails_the_run_with_sruns_words(toy: SlurmToy) -> None:
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    toy.processes[-1] = toy.processes[-1].model_copy(update={"srun_args": ("--gres=gpu:99",)})
+    toy.submit()
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    assert "srun: error" in read_json(toy.run.failure)["message"]
+
+
+def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(toy: SlurmToy) -> None:
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
+    toy.submit()
+    toy.wait_until_ready("trainer-0")
+    script = str(toy.run.launch / "job.sbatch")
+    second = ask(["sbatch", "--parsable", script]).strip()
+    wait_for(lambda: parse_squeue(ask(squeue_command([second])))[second].state == "FAILED", "its refusal")
+    assert "another supervisor" in (toy.run.root / "logs" / f"slurm-{second}.out").read_text()
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    assert toy.snapshot().attempt == 1

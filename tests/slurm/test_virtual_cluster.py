@@ -1,0 +1,83 @@
+"""tools/virtual-cluster: up after a dirty end, nothing left behind by down, power cuts and returns of nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.virtual import TOOL, Cluster, wait_for
+from tests.support import ROOT
+
+
+def holds(folder: Path) -> list[int]:
+    """Processes that work for the cluster in ``folder``."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (each / "cmdline").read_bytes() + b"\0" + (each / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"{folder}\0".encode() in words and int(each.name) != os.getpid():
+            found.append(int(each.name))
+    return found
+
+
+def test_up_after_a_kill_and_down_leave_nothing_behind(tmp_path: Path, virtual_cluster: Cluster) -> None:
+    """Beside another cluster with the same node names and addresses, which it does not disturb."""
+    mine = Cluster(tmp_path / "mine")
+    mine.tool("up", "--nodes", "2", "--no-accounting")
+    assert mine.tool("exec", str(mine.folder / "bin" / "srun"), "-N2", "hostname").split() != []
+    os.kill(int((mine.folder / "holder.pid").read_text()), signal.SIGKILL)
+    mine.tool("up", "--nodes", "2", "--no-accounting")
+    names = subprocess.run(
+        [str(mine.folder / "bin" / "srun"), "-N2", "hostname"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert sorted(names) == ["n1", "n2"]
+    mine.tool("down", "--purge")
+    assert not mine.folder.exists()
+    wait_for(lambda: not holds(mine.folder), "the end of its processes")
+    assert "v-n1" not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+    virtual_cluster.wait_until_idle()
+
+
+def test_a_node_loses_power_and_comes_back(tmp_path: Path, virtual_cluster: Cluster) -> None:
+    mine = Cluster(tmp_path / "mine")
+    mine.tool("up", "--nodes", "2", "--no-accounting", "--node-timeout", "3")
+    try:
+        mine.tool("kill-node", "n2")
+        assert (
+            "n2 is off"
+            in subprocess.run(
+                [str(TOOL), "--dir", str(mine.folder), "on", "n2", "true"],
+                capture_output=True,
+                text=True,
+                check=False,
+            ).stderr
+        )
+        states = lambda: mine.tool("exec", "sinfo", "-h", "-N", "-n", "n2", "-p", "main", "-o", "%T")  # noqa: E731
+        wait_for(lambda: states().startswith("down"), "the controller's notice", tell=states)
+        mine.tool("return-node", "2")
+        wait_for(lambda: states() == "idle", "its return", tell=states)
+    finally:
+        mine.tool("down", "--purge")
+
+
+@pytest.mark.parametrize("words", [["up", "--nodse", "4"], ["up", "--nodes", "0"], ["dwon"]])
+def test_a_mistyped_command_starts_nothing(tmp_path: Path, words: list[str]) -> None:
+    done = subprocess.run(
+        [str(TOOL), "--dir", str(tmp_path / "c"), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode and done.stderr
+    assert not (tmp_path / "c" / "holder.pid").exists()
+
+
+def test_the_script_passes_shellcheck() -> None:
+    from shutil import which
+
+    if which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    subprocess.run(["shellcheck", str(TOOL)], check=True, cwd=ROOT)

@@ -1,0 +1,241 @@
+"""A virtual SLURM cluster and runs on it whose roles are one-line programs: the same plan, script, files and signals.
+
+toy = SlurmToy(cluster, tmp_path / "run")
+toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1, 2))
+toy.submit()
+toy.wait_for_state(RunState.DONE)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.files import read_json, read_jsonl, write_json, write_text
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import JobFact, ask, parse_sacct, parse_squeue, sacct_command, squeue_command
+from primerl_hpc.launch.prepare import job_script
+from primerl_hpc.launch.submit import resume_run
+from primerl_hpc.observe.slurm import JobWatcher
+from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
+from primerl_hpc.plan.types import NodePlan, OnExit, Plan
+from primerl_hpc.render.job import render_job
+from tests.support import ROOT, make_plan, process_plan
+
+TOOL = ROOT / "tools" / "virtual-cluster"
+NODES = 4
+
+RECIPE = {
+    "kind": "rl",
+    "name": "toy",
+    "model": {"name": "some/model"},
+    "max_steps": 3,
+    "environments": {"train": [{"id": "reverse-text"}]},
+}
+
+_RUN = """
+import os, socket, sys, time
+from pathlib import Path
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
+run, name = RunDir(Path(sys.argv[1])), sys.argv[3]
+print(f"on {socket.gethostname()} node {os.environ.get('SLURM_NODEID')}", flush=True)
+"""
+SAY = _RUN
+SERVE = _RUN + "publish_endpoint(run, name, 'http://x:1')\ntime.sleep(900)\n"
+# counts steps in checkpoints on its first node; saves and ends with 75 when asked; ends with 0 after `enough` appeared
+TRAIN = (
+    _RUN
+    + """
+step = run.latest_checkpoint() or 0
+print("goes on after", step, flush=True)
+publish_endpoint(run, name, "http://x:1")
+while True:
+    is_last, is_stop = (run.root / "enough").exists(), run.stop_request.exists()
+    if (is_last or is_stop or step == 0) and os.environ["SLURM_NODEID"] == "0":
+        step += 1
+        run.finish_checkpoint_side(step, "trainer", ("trainer",))
+    if is_last or is_stop:
+        sys.exit(0 if is_last else 75)
+    time.sleep(0.05)
+"""
+)
+
+
+def wait_for(
+    condition: Callable[[], object],
+    what: str,
+    timeout_s: float = 90.0,
+    tell: Callable[[], object] = lambda: "",
+) -> None:
+    """``tell`` says why, when it did not happen."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen\n{tell()}")
+        time.sleep(0.1)
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def tool(self, *words: str, check: bool = True) -> str:
+        done = subprocess.run(
+            [str(TOOL), "--dir", str(self.folder), *words], capture_output=True, text=True, check=False
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    def on(self, node: str, *command: str, check: bool = True) -> str:
+        return self.tool("on", node, *command, check=check)
+
+    def idle_nodes(self) -> int:
+        return ask(["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]).split().count("idle")
+
+    def wait_until_idle(self) -> None:
+        wait_for(lambda: self.idle_nodes() == NODES, "all nodes idle")
+
+    def wait_until_saved(self, job: str) -> None:
+        """slurmctld writes jobs down seconds after one changed; a job it has not written down is lost with it."""
+        before = time.time()
+        ask(
+            ["scontrol", "update", f"JobId={job}", "Comment=saved"]
+        )  # a change, or it may see no need to write
+        jobs = self.folder / "state" / "job_state"
+        wait_for(lambda: jobs.exists() and jobs.stat().st_mtime > before, "the controller's save")
+
+    def processes_of(self, run: RunDir) -> list[str]:
+        """Command lines on any node that name the run directory. Nodes' processes are visible from this machine."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if str(run.root) in words:
+                found.append(" ".join(words))
+        return found
+
+
+class SlurmToy:
+    def __init__(self, cluster: Cluster, root: Path, **scheduler: Any) -> None:
+        self.cluster, self.run = cluster, RunDir(root)
+        self.processes: list[Any] = []
+        profile = load_profile("virtual").profile
+        settings = {"time": "00:10:00", **scheduler}
+        self.profile: Profile = profile.model_copy(
+            update={"scheduler": profile.scheduler.model_copy(update=settings)}
+        )
+        self.plan_changes: dict[str, Any] = {}
+        self.jobs = JobWatcher()
+
+    def add(
+        self, role: Role, code: str, on_exit: OnExit, *, nodes: tuple[int, ...] = (0,), **changes: Any
+    ) -> None:
+        index = changes.pop("index", 0)
+        name = f"{role.value}-{index}"
+        argv = (sys.executable, "-c", textwrap.dedent(code), str(self.run.root), "main", name)
+        self.processes.append(
+            process_plan(role, index, argv=argv, on_exit=on_exit, **changes).model_copy(
+                update={"nodes": nodes}
+            )
+        )
+
+    def prepare(self) -> Plan:
+        plan = make_plan(self.run.root, RECIPE, processes=self.processes)
+        count = 1 + max(node for process in self.processes for node in process.nodes)
+        nodes = tuple(NodePlan(index=node, roles=()) for node in range(count))
+        plan = plan.model_copy(
+            update={"scheduler": "slurm", "profile_name": "virtual", "nodes": nodes, **self.plan_changes}
+        )
+        write_json(self.run.plan, plan.model_dump(mode="json"))
+        script = render_job(plan, self.profile, python=sys.executable, package_root=str(ROOT))
+        write_text(job_script(self.run), script, mode=0o755)
+        return plan
+
+    def submit(self) -> str:
+        """Through the very code path of submit and resume; returns the job's id."""
+        if not self.run.plan.exists():
+            self.prepare()
+        return resume_run(self.run).job_id
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> str:
+        return str(read_json(self.run.job)["job_id"])
+
+    def snapshot(self) -> Snapshot:
+        return take_snapshot(self.run, self.jobs.facts_of([self.run]))
+
+    def fact(self) -> JobFact:
+        return parse_squeue(ask(squeue_command([self.job])))[self.job]
+
+    def accounted(self) -> JobFact | None:
+        return parse_sacct(ask(sacct_command([self.job]))).get(self.job)
+
+    def steps(self) -> dict[str, str]:
+        """Name → state of every step that accounting knows."""
+        rows = ask(["sacct", "-n", "-P", "-j", self.job, "-o", "JobName,State"]).splitlines()
+        return dict(row.split("|") for row in rows)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [row for row in read_jsonl(self.run.events) if row["event"] == name]
+
+    def log(self, process: str, attempt: int = 1) -> str:
+        return (self.run.attempt_logs(attempt) / f"{process}.log").read_text()
+
+    def endpoint(self, process: str) -> dict[str, Any]:
+        return read_json(self.run.endpoint(process))
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait_until_ready(self, *processes: str, attempt: int = 1) -> None:
+        def is_ready() -> bool:
+            starts = [row["time"] for row in self.events("attempt_started") if row["attempt"] == attempt]
+            ready = {
+                row["process"] for row in self.events("role_ready") if starts and row["time"] >= starts[-1]
+            }
+            return set(processes) <= ready
+
+        wait_for(is_ready, f"{processes} ready in attempt {attempt}", tell=self.words)
+
+    def wait_for_state(self, state: RunState, timeout_s: float = 90.0) -> None:
+        wait_for(lambda: self.snapshot().state == state, f"state {state}", timeout_s, self.words)
+
+    def wait_for_job(self, state: str, timeout_s: float = 60.0) -> None:
+        wait_for(lambda: self.fact().state == state, f"job state {state}", timeout_s, self.words)
+
+    def words(self) -> str:
+        """What the job itself printed and what SLURM says of it, for a failing test."""
+        printed = [path.read_text() for path in (self.run.root / "logs").glob("slurm-*.out")]
+        return "\n".join([*printed, ask(["scontrol", "show", "job", self.job]), ask(["sinfo", "-N", "-l"])])
+
+    def assert_nothing_is_left(self) -> None:
+        self.cluster.wait_until_idle()
+        wait_for(lambda: not self.cluster.processes_of(self.run), "the end of every process")
+        assert not list(self.run.endpoints.glob("*.json"))
+
+    def end(self) -> None:
+        if self.run.job.exists():
+            subprocess.run(["scancel", "--full", "--signal=KILL", self.job], check=False, capture_output=True)
+            subprocess.run(["scancel", self.job], check=False, capture_output=True)
+
+
+def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "primerl_hpc", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -1,0 +1,144 @@
+"""What reaches the trainer: batch size in rollouts, no stale group, zero advantages as asked, faults bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.orchestrator.batches import BatchCutter, NoSignalError, TooManyErrorsError
+from primerl_hpc.orchestrator.dispatcher import Group, Split
+from primerl_hpc.orchestrator.trajectories import Rollout, Sample
+from primerl_hpc.recipe.rollout_schema import Algorithm, Rollouts
+
+
+def rollout(reward: float) -> Rollout:
+    sample = Sample(
+        token_ids=np.arange(6),
+        loss_mask=np.arange(6) >= 3,
+        logprobs=np.zeros(6, np.float32),
+        temperature=1.0,
+    )
+    return Rollout(reward, [sample], output_tokens=3, input_tokens=3, num_turns=1, is_truncated=False)
+
+
+def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int = 0) -> Group:
+    size = len(rewards) + failed
+    made = Group(task, Split.TRAIN, 0, task, size, to_start=0, retries_left=0)
+    made.results = [rollout(reward) for reward in rewards]
+    made.versions = [version] * len(rewards)
+    made.num_failed = failed
+    return made
+
+
+def cutter(**changes) -> BatchCutter:
+    rollouts = Rollouts(batch_size=4, group_size=2, **changes)
+    return BatchCutter(rollouts, Algorithm(type="grpo"), seq_len=32, num_ranks=2, env_names=["reverse-text"])
+
+
+def cut_of(made: BatchCutter, step: int = 1, min_fresh: int = -10):
+    cut = made.take(step, min_fresh)
+    if cut is not None:
+        made.pack(cut)
+    return cut
+
+
+def test_batch_is_ready_when_its_rollouts_are_there_and_keeps_the_rest():
+    made = cutter()
+    made.add(group([0.0, 1.0]))
+    assert not made.is_ready(0)
+    made.add(group([1.0, 0.0]))
+    made.add(group([0.0, 1.0]))
+    cut = cut_of(made)
+    assert cut.info.num_samples == 4
+    assert made.num_queued == 2
+    assert [len(rank) for rank in cut.packed.ranks] == [1, 1]
+
+
+def test_rollouts_lost_to_errors_are_made_up_for_by_another_group():
+    made = cutter()
+    made.add(group([0.0, 1.0]))
+    made.add(group([1.0], failed=1))
+    assert not made.is_ready(0)
+    made.add(group([0.0, 1.0]))
+    cut = cut_of(made)
+    assert sum(len(each.rollouts) for each in cut.groups) == 5
+
+
+def test_stale_groups_never_reach_a_batch():
+    made = cutter()
+    for version in (0, 2, 3):
+        made.add(group([0.0, 1.0], version=version))
+    assert made.is_ready(min_fresh_version=2)
+    cut = cut_of(made, step=4, min_fresh=2)
+    assert [each.oldest_version for each in cut.groups] == [2, 3]
+    assert cut.info.policy_version_min == 2
+    assert (cut.num_stale_groups, cut.num_stale_rollouts) == (1, 2)
+
+
+def test_drop_ships_only_samples_with_a_signal():
+    made = cutter(zero_advantage="drop")
+    made.add(group([0.0, 1.0]))
+    made.add(group([1.0, 1.0]))
+    assert cut_of(made).info.num_samples == 2
+
+
+def test_keep_ships_samples_without_a_signal_too():
+    made = cutter(zero_advantage="keep")
+    made.add(group([0.0, 1.0]))
+    made.add(group([1.0, 1.0]))
+    assert cut_of(made).info.num_samples == 4
+
+
+def test_refill_does_not_count_groups_without_a_signal():
+    made = cutter(zero_advantage="refill")
+    made.add(group([0.0, 1.0]))
+    made.add(group([1.0, 1.0]))
+    assert not made.is_ready(0)
+    made.add(group([1.0, 0.0]))
+    cut = cut_of(made)
+    assert cut.info.num_samples == 4
+    assert cut.num_refilled_groups == 1
+
+
+def test_batch_without_any_signal_is_collected_anew_and_too_many_of_them_end_the_run():
+    made = cutter(max_empty_batches=2)
+    for _ in range(2):
+        made.add(group([1.0, 1.0]))
+    assert cut_of(made) is None
+    assert made.num_queued == 0
+    for _ in range(2):
+        made.add(group([1.0, 1.0]))
+    with pytest.raises(NoSignalError) as caught:
+        cut_of(made)
+    assert caught.value.exit_code == ExitCode.NO_CONTINUE
+
+
+def test_a_batch_with_signal_forgives_earlier_empty_ones():
+    made = cutter(max_empty_batches=2)
+    for rewards in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0]):
+        for _ in range(2):
+            made.add(group(rewards))
+        cut_of(made)
+
+
+def test_refilling_without_end_is_given_up():
+    made = cutter(zero_advantage="refill", max_empty_batches=1)
+    made.add(group([1.0, 1.0]))
+    with pytest.raises(NoSignalError):
+        made.add(group([0.0, 0.0]))
+
+
+def test_too_many_failed_rollouts_end_the_run():
+    made = cutter(max_error_fraction=0.5)
+    for _ in range(9):
+        assert made.add(group([], failed=2)) is None
+    with pytest.raises(TooManyErrorsError) as caught:
+        made.add(group([], failed=2))
+    assert caught.value.exit_code == ExitCode.NO_CONTINUE
+
+
+def test_failed_rollouts_below_the_limit_are_borne():
+    made = cutter(max_error_fraction=0.5)
+    for _ in range(200):
+        made.add(group([1.0], failed=1))

@@ -1,0 +1,184 @@
+"""The command line as a process: bad input is one sentence and a documented code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.cli.main import COMMANDS
+from primerl_hpc.common.errors import ExitCode
+from tests.support import ROOT
+
+RECIPE = """\
+kind: sft
+name: small
+model: {name: ./model}
+seq_len: 64
+max_steps: 3
+sft: {data: {path: rows.jsonl}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder with a recipe whose files are all there (the weights are never loaded here)."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def primerl(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "primerl_hpc", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def break_recipe(folder: Path, old: str, new: str) -> None:
+    path = folder / "recipe.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def remove(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+BAD = {
+    "no recipe file": (lambda f: remove(f, "recipe.yaml"), ExitCode.NOT_FOUND, ["recipe.yaml"]),
+    "YAML error": (
+        lambda f: break_recipe(f, "name: small", "name: ["),
+        ExitCode.CONFIG,
+        ["recipe.yaml:", "YAML"],
+    ),
+    "unknown key": (
+        lambda f: break_recipe(f, "max_steps", "max_stepz"),
+        ExitCode.CONFIG,
+        ["recipe.yaml:5", "max_stepz", "max_steps"],
+    ),
+    "wrong type": (
+        lambda f: break_recipe(f, "64", "many"),
+        ExitCode.CONFIG,
+        ["recipe.yaml:4", "seq_len", "many"],
+    ),
+    "more than the profile has": (
+        lambda f: break_recipe(f, "seq_len: 64", "layout: {trainer: {ranks: 9}}"),
+        ExitCode.CONFIG,
+        ["9", "has 4"],
+    ),
+    "model without weights": (
+        lambda f: remove(f, "model/model.safetensors"),
+        ExitCode.DATA,
+        ["recipe.yaml:3", "no weights"],
+    ),
+    "no dataset": (lambda f: remove(f, "rows.jsonl"), ExitCode.NOT_FOUND, ["recipe.yaml:6", "rows.jsonl"]),
+    "row without its column": (
+        lambda f: (f / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n'),
+        ExitCode.DATA,
+        ["rows.jsonl:2", "'completion'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_starts_nothing_and_writes_nothing(folder: Path, case: str) -> None:
+    spoil, code, says = BAD[case]
+    spoil(folder)
+    before = tree(folder)
+    done = primerl("submit", "recipe.yaml", "--profile", "local", cwd=folder)
+    assert done.returncode == code and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    for word in says:
+        assert word in done.stderr
+    assert tree(folder) == before and not (folder / "runs").exists()
+
+
+def test_an_occupied_run_directory_is_refused_and_left_alone(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.txt").write_text("years of work")
+    done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "mine", cwd=folder)
+    assert done.returncode == ExitCode.OCCUPIED and "not empty" in done.stderr
+    assert [path.name for path in (folder / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_an_unknown_profile_and_run_name_what_there_is(folder: Path) -> None:
+    done = primerl("submit", "recipe.yaml", "-p", "nowhere", cwd=folder)
+    assert done.returncode == ExitCode.NOT_FOUND and "local.yaml" in done.stderr
+    done = primerl("status", "nobody", cwd=folder)
+    assert done.returncode == ExitCode.NOT_FOUND and "primerl-hpc list" in done.stderr
+
+
+def test_no_profile_is_a_sentence_with_the_choices(folder: Path) -> None:
+    done = primerl("plan", "recipe.yaml", cwd=folder)
+    assert done.returncode == ExitCode.CONFIG and "--profile" in done.stderr and "local" in done.stderr
+
+
+def test_the_environment_may_name_the_profile_and_override_keys(folder: Path) -> None:
+    done = primerl(
+        "plan", "recipe.yaml", "--json", cwd=folder, PRIMERL_PROFILE="local", PRIMERL_MAX_STEPS="7"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["phases"][0]["recipe"]["max_steps"] == 7
+
+
+def test_a_dry_run_writes_nothing_without_a_run_dir_and_prepares_one_with_it(folder: Path) -> None:
+    before = tree(folder)
+    done = primerl("submit", "recipe.yaml", "-p", "local", "--dry-run", cwd=folder)
+    assert done.returncode == 0 and "exec " in done.stdout and tree(folder) == before
+    done = primerl(
+        "submit", "recipe.yaml", "-p", "local", "--dry-run", "--run-dir", "run", "--json", cwd=folder
+    )
+    said = json.loads(done.stdout)
+    assert Path(said["path"]).read_text() == said["script"]
+    assert (folder / "run" / "plan.json").is_file()
+    state = json.loads(primerl("status", "run", "--json", cwd=folder).stdout)
+    assert state["state"] == "unknown" and "never submitted" in state["message"]
+
+
+def test_slurm_without_slurm_is_refused_and_leaves_no_run_directory(folder: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
+    words = ("submit", "recipe.yaml", "-p", str(profile), "--run-dir", "run")
+    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.UNAVAILABLE and "srun" in done.stderr
+    assert not (folder / "run").exists()
+
+
+def test_render_does_not_overwrite_another_script(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "job.sbatch").write_text("mine\n")
+    done = primerl("render", "recipe.yaml", "-p", "local", "--out", "out", cwd=folder)
+    assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, tmp_path: Path) -> None:
+    done = primerl(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "Example" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_mistyped_command_offers_the_nearest(tmp_path: Path) -> None:
+    done = primerl("sumbit", cwd=tmp_path)
+    assert done.returncode == ExitCode.USAGE and "'submit'" in done.stderr
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    done = primerl("--debug", "submit", "nothing.yaml", "-p", "local", cwd=folder)
+    assert "Traceback" in done.stderr

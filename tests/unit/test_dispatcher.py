@@ -1,0 +1,276 @@
+"""The dispatcher under random orders of events: each rollout ends once, permits and staleness hold in every state."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from primerl_hpc.orchestrator.dispatcher import MAX_FAULTS_PER_MEMBER, Dispatcher, Split
+from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+
+
+def make(**changes) -> Dispatcher:
+    sampler = TaskSampler([1000], [1.0], seed=0)
+    settings_ = {
+        "next_task": sampler.next,
+        "group_size": 4,
+        "batch_size": 8,
+        "max_in_flight": 16,
+        "max_off_policy_steps": 2,
+        "last_step": 100,
+    }
+    return Dispatcher(**settings_ | changes)
+
+
+def test_started_groups_are_continued_before_a_new_one_is_begun():
+    dispatcher = make(max_in_flight=6)
+    starts = dispatcher.next_starts(queued=0)
+    assert [start.group_id for start in starts] == [0, 0, 0, 0, 1, 1]
+    dispatcher.finished(starts[0].rollout_id, "a")
+    assert [start.group_id for start in dispatcher.next_starts(0)] == [1]
+
+
+def test_group_is_emitted_with_its_last_rollout_only():
+    dispatcher = make(max_in_flight=4)
+    starts = dispatcher.next_starts(0)
+    assert [dispatcher.finished(start.rollout_id, index) for index, start in enumerate(starts[:3])] == [
+        None
+    ] * 3
+    group = dispatcher.finished(starts[3].rollout_id, 3)
+    assert group.results == [0, 1, 2, 3]
+    assert group.versions == [0, 0, 0, 0]
+
+
+def test_failed_rollout_is_retried_then_left_out():
+    dispatcher = make(group_size=1, batch_size=1, max_in_flight=1, max_retries=2)
+    for _ in range(2):
+        (start,) = dispatcher.next_starts(0)
+        assert dispatcher.failed(start.rollout_id) is None
+    (start,) = dispatcher.next_starts(0)
+    group = dispatcher.failed(start.rollout_id)
+    assert (group.num_failed, group.results) == (1, [])
+
+
+def test_engine_faults_cost_no_retry_but_are_not_endless():
+    dispatcher = make(group_size=1, batch_size=1, max_in_flight=1, max_retries=0)
+    for _ in range(MAX_FAULTS_PER_MEMBER):
+        (start,) = dispatcher.next_starts(0)
+        assert dispatcher.failed(start.rollout_id, is_fault=True) is None
+    (start,) = dispatcher.next_starts(0)
+    assert dispatcher.failed(start.rollout_id, is_fault=True).num_failed == 1
+
+
+def test_gate_closes_when_the_lead_exceeds_one_and_opens_with_the_next_version():
+    dispatcher = make()
+    dispatcher.advance(3)  # batches 1 and 2 shipped, v0 live
+    assert dispatcher.next_starts(0) == []
+    assert not dispatcher.may_ship
+    dispatcher.policy_live(1)
+    assert dispatcher.may_ship
+    assert {start.version for start in dispatcher.next_starts(0)} == {1}
+
+
+def test_synchronous_mode_starts_rollouts_of_batch_n_only_from_the_version_before_and_no_more_than_a_batch():
+    dispatcher = make(max_off_policy_steps=0)
+    assert len(dispatcher.next_starts(0)) == 8
+    dispatcher.advance(2)
+    assert dispatcher.next_starts(0) == []
+    assert not dispatcher.may_ship
+    dispatcher.policy_live(1)
+    starts = dispatcher.next_starts(0)
+    assert len(starts) == 8
+    assert {start.version for start in starts} == {1}
+
+
+def test_no_rollout_is_started_that_no_batch_could_use():
+    dispatcher = make(max_in_flight=1000, max_off_policy_steps=2)
+    assert len(dispatcher.next_starts(0)) == 24  # v0 may serve batches 1, 2 and 3
+    near_the_end = make(max_in_flight=1000, max_off_policy_steps=2, last_step=2)
+    assert len(near_the_end.next_starts(queued=4)) == 12
+
+
+def test_groups_that_became_stale_are_cancelled_once_and_their_late_results_are_ignored():
+    dispatcher = make(max_in_flight=8, max_off_policy_steps=1)
+    starts = dispatcher.next_starts(0)
+    dispatcher.finished(starts[0].rollout_id, "a")
+    assert dispatcher.advance(2) == []  # batch 2 may hold v0
+    dispatcher.policy_live(1)
+    cancels = dispatcher.advance(3)
+    assert [cancel.group_id for cancel in cancels] == [0, 1]
+    assert sum(len(cancel.rollout_ids) for cancel in cancels) == 7
+    assert dispatcher.in_flight == 0
+    assert dispatcher.finished(starts[1].rollout_id, "late") is None
+    assert dispatcher.cancel_stale() == []
+
+
+def test_a_stale_group_that_had_members_to_start_is_forgotten():
+    dispatcher = make(max_in_flight=6, max_off_policy_steps=0)
+    dispatcher.next_starts(0)
+    dispatcher.advance(2)
+    dispatcher.policy_live(1)
+    assert [start.group_id for start in dispatcher.next_starts(0)] == [2, 2, 2, 2, 3, 3]
+
+
+def test_evaluation_goes_first_and_is_neither_gated_nor_cancelled():
+    dispatcher = make(max_in_flight=4)
+    dispatcher.next_starts(0)
+    dispatcher.open_eval(env=0, task=7, samples=2, tag="v0")
+    dispatcher.advance(9)  # far ahead: the gate is closed, every training group is stale
+    starts = dispatcher.next_starts(0)
+    assert [(start.split, start.task) for start in starts] == [(Split.EVAL, 7)] * 2
+    dispatcher.stop_training()
+    dispatcher.finished(starts[0].rollout_id, 1.0)
+    assert dispatcher.finished(starts[1].rollout_id, 0.0).tag == "v0"
+
+
+def test_an_environment_at_its_limit_holds_its_turn_so_that_ratios_stay():
+    tasks = iter([TaskRef(0, 0), TaskRef(0, 1), *(TaskRef(1, index) for index in range(9))])
+    dispatcher = make(next_task=lambda: next(tasks), env_limits={(Split.TRAIN, 0): 4})
+    starts = dispatcher.next_starts(0)
+    assert [start.env for start in starts] == [0] * 4
+    assert dispatcher.unfinished_tasks() == [TaskRef(0, 0), TaskRef(0, 1)]
+    for start in starts:
+        dispatcher.finished(start.rollout_id, None)
+    assert {start.env for start in dispatcher.next_starts(queued=4)} == {0, 1}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Outcomes, versions, batches and evaluations in any order that a run can produce."""
+
+    @initialize(
+        off_policy=st.integers(0, 3),
+        permits=st.integers(1, 20),
+        retries=st.integers(0, 2),
+        limit=st.none() | st.integers(1, 5),
+    )
+    def begin(self, off_policy, permits, retries, limit):
+        self.permits = permits
+        self.limit = limit
+        self.dispatcher = make(
+            group_size=2,
+            batch_size=2,
+            max_in_flight=permits,
+            max_off_policy_steps=off_policy,
+            max_retries=retries,
+            env_limits={} if limit is None else {(Split.TRAIN, 0): limit},
+        )
+        self.off_policy = off_policy
+        self.live: dict[int, object] = {}
+        self.ends: Counter[int] = Counter()
+        self.started = 0
+        self.queue = []
+
+    def _absorb(self, group):
+        if group is not None and group.split is Split.TRAIN and group.results:
+            self.queue.append(group)
+
+    def _cancelled(self, cancels):
+        for cancel in cancels:
+            for rollout_id in cancel.rollout_ids:
+                self.ends[rollout_id] += 1
+                del self.live[rollout_id]
+
+    @rule()
+    def dispatch(self):
+        for start in self.dispatcher.next_starts(sum(len(group.results) for group in self.queue)):
+            assert start.rollout_id not in self.ends
+            if start.split is Split.TRAIN:
+                assert start.version >= self.dispatcher.min_fresh_version
+            self.live[start.rollout_id] = start
+            self.started += 1
+
+    @precondition(lambda self: getattr(self, "live", None))
+    @rule(data=st.data(), outcome=st.sampled_from(["finish", "finish", "finish", "fail", "fault"]))
+    def end(self, data, outcome):
+        rollout_id = data.draw(st.sampled_from(sorted(self.live)))
+        del self.live[rollout_id]
+        self.ends[rollout_id] += 1
+        if outcome == "finish":
+            self._absorb(self.dispatcher.finished(rollout_id, "result"))
+        else:
+            self._absorb(self.dispatcher.failed(rollout_id, is_fault=outcome == "fault"))
+
+    @rule(data=st.data())
+    def late_outcome_of_an_ended_rollout_changes_nothing(self, data):
+        if self.ends:
+            rollout_id = data.draw(st.sampled_from(sorted(self.ends)))
+            assert self.dispatcher.finished(rollout_id, "late") is None
+            assert self.dispatcher.failed(rollout_id) is None
+
+    @precondition(lambda self: hasattr(self, "dispatcher") and self.dispatcher.lead > 0)
+    @rule()
+    def new_version(self):
+        self._cancelled(self.dispatcher.cancel_stale())
+        self.dispatcher.policy_live(self.dispatcher.version + 1)
+
+    @precondition(lambda self: getattr(self, "queue", None) and self.dispatcher.may_ship)
+    @rule()
+    def ship(self):
+        step = self.dispatcher.step
+        fresh = [group for group in self.queue if group.oldest_version >= self.dispatcher.min_fresh_version]
+        if sum(len(group.results) for group in fresh) < self.dispatcher.batch_size:
+            self.queue = fresh
+            return
+        size = 0
+        while size < self.dispatcher.batch_size:
+            group = fresh.pop(0)
+            size += len(group.results)
+            assert all((step - 1) - version <= self.off_policy for version in group.versions)
+        self.queue = fresh
+        self._cancelled(self.dispatcher.advance(step + 1))
+
+    @rule(samples=st.integers(1, 3))
+    def evaluate(self, samples):
+        self.dispatcher.open_eval(0, 0, samples, "tag")
+
+    @rule()
+    def sweep(self):
+        self._cancelled(self.dispatcher.cancel_stale())
+
+    @invariant()
+    def accounts_balance(self):
+        if not hasattr(self, "dispatcher"):
+            return
+        counters = self.dispatcher.counters
+        assert all(count == 1 for count in self.ends.values())
+        assert self.dispatcher.in_flight == len(self.live) <= self.permits
+        assert counters.dispatched == self.started
+        assert counters.dispatched == (
+            self.dispatcher.in_flight + counters.finished + counters.failed + counters.cancelled
+        )
+        assert counters.finished + counters.failed + counters.cancelled == len(self.ends)
+        train = sum(start.split is Split.TRAIN for start in self.live.values())
+        assert self.limit is None or train <= self.limit
+
+    def teardown(self):
+        if hasattr(self, "dispatcher"):
+            self._cancelled(self.dispatcher.stop_training())
+            assert all(start.split is Split.EVAL for start in self.live.values())
+            self.accounts_balance()
+            assert all(start.split is Split.EVAL for start in self.dispatcher.next_starts(0))
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("off_policy", [0, 1, 3])
+def test_a_run_without_faults_reaches_its_last_step(off_policy):
+    dispatcher = make(max_off_policy_steps=off_policy, last_step=6)
+    queue = []
+    while dispatcher.step <= 6:
+        for start in dispatcher.next_starts(sum(len(group.results) for group in queue)):
+            group = dispatcher.finished(start.rollout_id, start.version)
+            queue += [group] if group else []
+        if sum(len(group.results) for group in queue) >= 8 and dispatcher.may_ship:
+            taken, queue = queue[:2], queue[2:]
+            assert all(group.oldest_version >= dispatcher.min_fresh_version for group in taken)
+            dispatcher.advance(dispatcher.step + 1)
+        else:
+            assert dispatcher.lead > 0, "nothing to do and nothing to wait for"
+            dispatcher.policy_live(dispatcher.version + 1)
+    assert dispatcher.next_starts(0) == []

@@ -1,0 +1,91 @@
+"""A recipe becomes vLLM's arguments and environment, and nothing that the run decides can be overridden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.inference.engine_args import engine_args
+from primerl_hpc.plan.engine_env import engine_env
+from primerl_hpc.recipe.schema import Recipe
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"kind": "inference", "name": "r", "model": {"name": "org/model"}, **changes}
+    )
+
+
+def flags(arguments: list[str]) -> dict[str, str | bool]:
+    """``--a 1 --b`` → ``{"a": "1", "b": True}``"""
+    found: dict[str, str | bool] = {}
+    for position, part in enumerate(arguments):
+        if part.startswith("--"):
+            after = arguments[position + 1 : position + 2]
+            found[part[2:]] = after[0] if after and not after[0].startswith("--") else True
+    return found
+
+
+def test_the_served_name_stays_while_the_weights_change() -> None:
+    first = flags(engine_args(recipe(), model_path="org/model", accelerator="cpu"))
+    later = flags(engine_args(recipe(), model_path="/run/weights/step_3", accelerator="cpu"))
+    assert later["model"] == "/run/weights/step_3"
+    assert {k: v for k, v in first.items() if k != "model"} == {
+        k: v for k, v in later.items() if k != "model"
+    }
+    assert later["served-model-name"] == later["tokenizer"] == "org/model"
+
+
+def test_cpu_engines_run_eagerly_with_a_bounded_kv_cache() -> None:
+    found = flags(engine_args(recipe(), model_path="m", accelerator="cpu"))
+    assert found["enforce-eager"] is True
+    assert found["kv-cache-memory-bytes"] == str(2**30)
+    assert "gpu-memory-utilization" not in found
+
+
+def test_gpu_engines_capture_graphs_and_take_a_share_of_the_memory() -> None:
+    found = flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
+    assert "enforce-eager" not in found
+    assert found["gpu-memory-utilization"] == "0.9"
+    fixed = recipe(inference={"kv_cache_gib": 4.0, "enforce_eager": True})
+    found = flags(engine_args(fixed, model_path="m", accelerator="gpu"))
+    assert found["enforce-eager"] is True
+    assert found["kv-cache-memory-bytes"] == str(4 * 2**30)
+    assert "gpu-memory-utilization" not in found
+
+
+def test_parallel_sizes_and_lengths_come_from_the_recipe() -> None:
+    layout = {"inference": {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": True}}
+    found = flags(engine_args(recipe(layout=layout, seq_len=4096, seed=7), model_path="m", accelerator="gpu"))
+    assert (found["tensor-parallel-size"], found["data-parallel-size"]) == ("2", "4")
+    assert found["enable-expert-parallel"] is True
+    assert (found["max-model-len"], found["seed"]) == ("4096", "7")
+
+
+def test_logprobs_are_of_the_scaled_distribution_and_sampling_has_no_hidden_defaults() -> None:
+    found = flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
+    assert found["logprobs-mode"] == "processed_logprobs"
+    assert found["generation-config"] == "vllm"
+
+
+def test_extra_arguments_pass_through_and_win() -> None:
+    extra = {"max-num-seqs": 64, "enable_prefix_caching": False, "--quantization": "fp8"}
+    found = flags(engine_args(recipe(inference={"extra_args": extra}), model_path="m", accelerator="gpu"))
+    assert (found["max-num-seqs"], found["quantization"]) == ("64", "fp8")
+    assert "enable-prefix-caching" not in found
+
+
+@pytest.mark.parametrize(
+    "name", ["port", "--api-key", "served_model_name", "worker-extension-cls", "middleware"]
+)
+def test_extra_arguments_may_not_touch_what_the_run_decides(name: str) -> None:
+    with pytest.raises(ConfigError, match="may not set"):
+        engine_args(recipe(inference={"extra_args": {name: "x"}}), model_path="m", accelerator="cpu")
+
+
+def test_only_cpu_engines_get_openmp_settings() -> None:
+    assert engine_env("cpu")["OMP_NUM_THREADS"] == "1"
+    assert engine_env("cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert not any("OMP" in name or "CPU" in name for name in engine_env("gpu"))

@@ -1,0 +1,39 @@
+"""explain and schema: every key has a type; keys that need words have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.recipe.explain import explain, explain_all, json_schema
+from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.recipe.schema import Recipe
+
+
+def test_explain_shows_meaning_default_value_and_origin() -> None:
+    loaded = load_recipe("reverse_text/tiny", overrides=["rollouts.max_off_policy_steps=1"])
+    entry = explain(Recipe, "rollouts.max_off_policy_steps", loaded)
+    assert entry["default"] == 8 and entry["value"] == 1 and entry["origin"] == "--set"
+    assert "age of a rollout" in entry["meaning"]
+
+
+def test_explain_finds_keys_of_every_branch_of_a_union() -> None:
+    assert explain(Recipe, "loss.clip_high")["type"] == "number"
+    assert explain(Recipe, "optimizer.momentum")["default"] == 0.9
+
+
+def test_explain_offers_the_nearest_key() -> None:
+    with pytest.raises(NotFoundError, match=r"optimizer\.lr"):
+        explain(Recipe, "lr")
+
+
+@pytest.mark.parametrize("root", [Recipe, Profile])
+def test_every_key_can_be_explained(root: type) -> None:
+    entries = explain_all(root)
+    assert len(entries) > 30 and all(entry["type"] for entry in entries)
+
+
+def test_the_schema_carries_the_docstrings() -> None:
+    properties = json_schema(Recipe)["$defs"]["Rollouts"]["properties"]
+    assert properties["batch_size"]["description"].startswith("Rollouts that one trainer step consumes")

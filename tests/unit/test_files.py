@@ -1,0 +1,177 @@
+"""Files and the run directory: all or nothing, markers last, torn lines forgiven, one owner."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common import files
+from primerl_hpc.common.errors import DataError, NotFoundError, OccupiedError, TimeoutWaitingError
+from primerl_hpc.common.lock import SupervisorLock
+from primerl_hpc.common.metrics import MetricsWriter, read_steps
+from primerl_hpc.common.registry import find_run, register_run
+from primerl_hpc.common.rundir import (
+    COMPLETE,
+    STABLE,
+    RunDir,
+    ensure_api_key,
+    publish_endpoint,
+    read_endpoint,
+    read_endpoints,
+)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        files.write_json(path, {"a": object()})
+    assert _write_beyond_the_file_size_limit(path) == errno.EFBIG
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def _write_beyond_the_file_size_limit(path: Path) -> int:
+    """The errno of a write that the kernel cuts short, as a full disk or quota would."""
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from primerl_hpc.common.files import write_bytes\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try:\n    write_bytes(Path(sys.argv[1]), b'x' * 5000)\n"
+        "except OSError as error:\n    sys.exit(error.errno)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode
+
+
+def test_an_append_after_a_torn_line_spoils_only_the_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    files.append_json(path, {"n": 1})
+    with path.open("a") as file:
+        file.write('{"n": 2, "half')
+    files.append_json(path, {"n": 3})
+    assert [row["n"] for row in files.read_jsonl(path)] == [1, 3]
+
+
+def test_only_one_of_many_makes_an_exclusive_file(tmp_path: Path) -> None:
+    won: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: won.append(files.create_exclusive(tmp_path / "x", "y")))
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(won) == 1
+
+
+def test_waiting_names_what_did_not_come() -> None:
+    with pytest.raises(TimeoutWaitingError, match="a miracle"):
+        files.wait_until(lambda: None, what="a miracle", timeout_s=0.05)
+
+
+def test_metrics_keep_the_last_row_of_a_step_and_nan_as_text(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write(2, {"loss": 1.0})
+    writer.write(1, {"loss": float("nan")})
+    writer.write(2, {"loss": 2.0})
+    rows = read_steps(tmp_path / "m.jsonl")
+    assert list(rows) == [1, 2] and rows[1]["loss"] == "nan" and rows[2]["loss"] == 2.0
+
+
+def test_latest_checkpoint_is_the_highest_complete_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (5, 10, 15):
+        run.checkpoint_side(step, "trainer").mkdir(parents=True)
+    sides = ("trainer", "orchestrator")
+    assert not run.finish_checkpoint_side(10, "trainer", sides)
+    assert run.latest_checkpoint() is None
+    assert run.finish_checkpoint_side(10, "orchestrator", sides)
+    assert not run.finish_checkpoint_side(15, "trainer", sides)
+    assert run.latest_checkpoint() == 10
+
+
+def test_the_lost_future_is_dropped_and_the_past_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path).phase("warmup")
+    for step in (9, 10, 11):
+        for folder, marker in ((run.weights_step(step), STABLE), (run.checkpoint(step), COMPLETE)):
+            folder.mkdir(parents=True)
+            (folder / marker).touch()
+    (run.weights / "step_12.tmp").mkdir()
+    run.delete_after(10)
+    assert run.stable_weights() == [9, 10] and run.complete_checkpoints() == [9, 10]
+    assert not (run.weights / "step_12.tmp").exists()
+
+
+def test_a_lease_holds_until_it_is_given_back_or_old(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    lease = run.lease(run.weights_step(3), "inference-0")
+    assert run.has_lease(run.weights_step(3)) and not run.has_lease(run.weights_step(30))
+    os.utime(lease, (0, 0))
+    assert not run.has_lease(run.weights_step(3)) and not lease.exists()
+
+
+def test_endpoints_are_found_by_process_and_by_role(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    publish_endpoint(run, "inference-0", "http://a:1", model="m")
+    publish_endpoint(run, "inference-1", "http://a:2")
+    endpoint = read_endpoint(run, "inference-0")
+    assert endpoint is not None and endpoint["url"] == "http://a:1" and endpoint["model"] == "m"
+    assert set(read_endpoints(run, "inference")) == {"inference-0", "inference-1"}
+    assert read_endpoint(run, "router-0") is None
+
+
+def test_the_api_key_is_private_and_stays_the_same(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    key = ensure_api_key(run)
+    assert len(key) > 30 and ensure_api_key(run) == key
+    assert run.api_key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_supervisor_is_refused_and_a_dead_ones_lock_is_taken(tmp_path: Path) -> None:
+    lock = SupervisorLock(tmp_path / "control" / "supervisor.lock")
+    lock.acquire()
+    with pytest.raises(OccupiedError, match=f"pid {os.getpid()}"):
+        SupervisorLock(lock.path).acquire()
+    owner = json.loads(lock.path.read_text())
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    lock.path.write_text(json.dumps({**owner, "pid": dead.pid}))
+    SupervisorLock(lock.path).acquire()
+    # a pid that was used again is not the old process
+    lock.path.write_text(json.dumps({**owner, "started": "1"}))
+    SupervisorLock(lock.path).acquire()
+
+
+def test_damaged_json_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(DataError, match=r"plan\.json"):
+        files.read_json(tmp_path / "plan.json")
+
+
+def test_runs_are_found_by_path_name_and_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("alpha-001", "alpha-002", "beta-001"):
+        run = RunDir(tmp_path / name)
+        files.write_json(run.plan, {})
+        register_run(run)
+    assert find_run(str(tmp_path / "beta-001")).root == tmp_path / "beta-001"
+    assert find_run("beta").root.name == "beta-001"
+    assert find_run("alpha-002").root.name == "alpha-002"
+    other = RunDir(tmp_path / "elsewhere" / "runs" / "beta-001")
+    files.write_json(other.plan, {})
+    register_run(other)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_run("beta-001").root == other.root
+    with pytest.raises(NotFoundError, match="fits 2 runs"):
+        find_run("alpha")
+    with pytest.raises(NotFoundError, match="no run called"):
+        find_run("gamma")

@@ -1,0 +1,266 @@
+"""Engines' routes and the fleet that calls them: the real middleware and the real client; only vLLM's engine is played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
+from primerl_hpc.inference import routes
+from primerl_hpc.orchestrator.fleet import Fleet, parse_metrics
+
+KEY = "the key of the run"
+
+
+class PlayedEngine:
+    """vLLM's engine client as the routes use it; ``bad`` folders are refused by every rank."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.ranks, self.calls = ranks, []
+        self.bad: dict[str, Any] = {}
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("resume",))
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
+
+    async def collective_rpc(self, method: str, args: tuple[str, int]) -> list[dict[str, Any]]:
+        path, version = args
+        self.calls.append((method, path, version))
+        fault = self.bad.get(path)
+        if isinstance(fault, Exception):
+            raise fault
+        if fault is not None:
+            num_refusing = self.ranks if fault == "refuse" else 1
+            return [
+                {"rank": rank, "error": f"{path}: bad"}
+                if rank < num_refusing
+                else {"rank": rank, "version": version}
+                for rank in range(self.ranks)
+            ]
+        return [{"rank": rank, "version": version} for rank in range(self.ranks)]
+
+
+class Served:
+    """One played engine behind the real routes, on a real port, published in the run."""
+
+    def __init__(self, run: RunDir, process: str, version: int = 0) -> None:
+        self.run, self.process, self.engine = run, process, PlayedEngine()
+        self.state = routes.EngineState(process, 1, 0, version, api_key=KEY)
+
+    async def start(self) -> None:
+        routes.install(self.state)
+        self.state.fault = asyncio.get_running_loop().create_future()
+        ok = [
+            Route(path, lambda _: PlainTextResponse("ok")) for path in ("/health", "/metrics", "/v1/models")
+        ]
+        app = Starlette(routes=ok)
+        app.state.engine_client = self.engine
+        app.add_middleware(routes.EngineRoutes)
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.task = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.005)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient() as client:  # the first request builds the middleware, from this state
+            await client.get(f"{self.url}/health")
+        publish_endpoint(self.run, self.process, self.url)
+
+    async def stop(self) -> None:
+        self.server.should_exit = True
+        await self.task
+
+
+@asynccontextmanager
+async def serving(
+    tmp_path: Path, *names: str, **options: Any
+) -> AsyncIterator[tuple[RunDir, Fleet, list[Served]]]:
+    run = RunDir(tmp_path)
+    engines = [Served(run, name) for name in names]
+    for engine in engines:
+        await engine.start()
+    fleet = Fleet(run, KEY, backoff_s=0.001, **options)
+    try:
+        yield run, fleet, engines
+    finally:
+        await fleet.close()
+        for engine in engines:
+            await engine.stop()
+
+
+def test_an_update_pauses_loads_and_resumes_every_engine(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1", recompute_kv=True) as (_, fleet, engines):
+            report = await fleet.update("/w/step_3", 3)
+            assert (report.updated, report.failed, report.is_complete) == (
+                ("inference-0", "inference-1"),
+                {},
+                True,
+            )
+            for engine in engines:
+                load = ("primerl_update_weights", "/w/step_3", 3)
+                assert engine.engine.calls == [("pause", "keep", True), load, ("resume",)]
+            assert await fleet.versions() == {"inference-0": 3, "inference-1": 3}
+
+    asyncio.run(check())
+
+
+def test_a_folder_that_all_refuse_restarts_nobody_and_leaves_nobody_paused(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1") as (run, fleet, engines):
+            for engine in engines:
+                engine.engine.bad["/w/bad"] = "refuse"
+            report = await fleet.update("/w/bad", 1)
+            assert set(report.failed) == {"inference-0", "inference-1"}
+            assert "/w/bad: bad" in report.failed["inference-0"]
+            assert await fleet.versions() == {"inference-0": 0, "inference-1": 0}
+            assert not any(engine.state.paused for engine in engines)
+            assert not any(run.restart_request(engine.process).exists() for engine in engines)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_alone_refuses_is_restarted_after_its_retries(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1", attempts=3) as (run, fleet, engines):
+            engines[1].engine.bad["/w/step_1"] = "refuse"
+            report = await fleet.update("/w/step_1", 1)
+            assert report.updated == ("inference-0",)
+            assert not report.is_complete
+            request = read_json(run.restart_request("inference-1"))
+            assert "bad" in request["reason"]
+            assert not run.restart_request("inference-0").exists()
+            assert len([call for call in engines[1].engine.calls if call == ("resume",)]) == 3
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("meta tensor"), "some ranks refuse"])
+def test_an_engine_whose_model_is_incomplete_says_so_and_is_to_end(tmp_path: Path, fault: Any) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", attempts=1) as (run, fleet, engines):
+            engines[0].engine.bad["/w/step_1"] = fault
+            report = await fleet.update("/w/step_1", 1)
+            assert "inference-0" in report.failed
+            assert run.restart_request("inference-0").exists()
+            with pytest.raises(RoleError):
+                await asyncio.wait_for(engines[0].state.fault, 30)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_does_not_answer_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", attempts=2) as (run, fleet, _):
+            publish_endpoint(run, "inference-1", "http://127.0.0.1:1")
+            report = await fleet.update("/w/step_1", 1)
+            assert report.updated == ("inference-0",)
+            assert set(report.failed) == {"inference-1"}
+            assert run.restart_request("inference-1").exists()
+            assert await fleet.versions() == {"inference-0": 1, "inference-1": None}
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_dies_during_the_update_is_not_asked_to_restart(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", attempts=2) as (run, fleet, engines):
+            engines[0].engine.bad["/w/step_1"] = "refuse"
+            collective_rpc = engines[0].engine.collective_rpc
+
+            async def dies(*args: Any, **kwargs: Any) -> Any:
+                run.endpoint("inference-0").unlink(missing_ok=True)
+                return await collective_rpc(*args, **kwargs)
+
+            engines[0].engine.collective_rpc = dies
+            report = await fleet.update("/w/step_1", 1)
+            assert "died" in report.failed["inference-0"]
+            assert not run.restart_request("inference-0").exists()
+
+    asyncio.run(check())
+
+
+def test_reconcile_touches_only_who_is_behind_or_left_paused(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1", "inference-2") as (_, fleet, engines):
+            engines[0].state.version = 4
+            engines[1].state.version = 2
+            engines[2].state.version, engines[2].state.paused = 4, True
+            report = await fleet.reconcile("/w/step_4", 4)
+            assert report.updated == ("inference-0", "inference-1", "inference-2")
+            assert engines[0].engine.calls == []
+            assert engines[1].engine.calls[-1] == engines[2].engine.calls[-1] == ("resume",)
+            assert set((await fleet.versions()).values()) == {4}
+
+    asyncio.run(check())
+
+
+def test_waiting_for_engines_that_do_not_come_says_how_many_there_were(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (_, fleet, _engines):
+            assert await fleet.wait_ready(1, timeout_s=5) == {"inference-0": 0}
+            with pytest.raises(TimeoutWaitingError, match="1 of 2 engines"):
+                await fleet.wait_ready(2, timeout_s=0.05, poll_s=0.01)
+
+    asyncio.run(check())
+
+
+def test_every_route_but_health_and_metrics_needs_the_key(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (_, _fleet, engines), httpx.AsyncClient() as client:
+            url = engines[0].url
+            for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": KEY}):
+                for method, path in [
+                    *(("GET", path) for path in ("/v1/models", "/primerl/state", "/anything")),
+                    *(("POST", path) for path in ("/pause", "/resume", "/update_weights")),
+                ]:
+                    answer = await client.request(method, url + path, headers=wrong)
+                    assert answer.status_code == 401, path
+            for path in ("/health", "/metrics"):
+                assert (await client.get(url + path)).status_code == 200
+            right = {"Authorization": f"Bearer {KEY}"}
+            assert (await client.get(url + "/v1/models", headers=right)).status_code == 200
+            assert engines[0].engine.calls == []
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"path": 1}', b'{"path": "/w", "version": -1}'])
+def test_a_malformed_update_is_refused(tmp_path: Path, body: bytes) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (_, _fleet, engines), httpx.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            answer = await client.post(f"{engines[0].url}/update_weights", content=body, headers=headers)
+            assert answer.status_code == 400
+            assert engines[0].engine.calls == []
+
+    asyncio.run(check())
+
+
+def test_metrics_are_summed_over_ranks_and_shares_are_not() -> None:
+    text = (
+        "# HELP vllm:num_requests_running …\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 4.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.5\n'
+        "vllm:generation_tokens_total 1e3\nvllm:generation_tokens_created 1.7e9\n"
+    )
+    assert parse_metrics(text) == {"running": 7.0, "kv_usage": 0.5, "generation_tokens": 1000.0}

@@ -1,0 +1,89 @@
+"""The guard: whatever happens to the command, to the guard or to its parent, nothing below stays alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from primerl_hpc.runtime.guard import descendants_of
+from tests.support import wait_for
+
+GUARD = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--grace", "1", "--"]
+
+# A command like an engine: a child in the same session, a grandchild in a session of its own, both deaf to SIGTERM.
+FAMILY = textwrap.dedent(
+    """
+    import os, signal, subprocess, sys, time
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    inner = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True); time.sleep(600)"
+    a = subprocess.Popen([sys.executable, "-c", deaf])
+    b = subprocess.Popen([sys.executable, "-c", inner])
+    if "term-exits" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    time.sleep(600)
+    """
+)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A running guard with four processes below it, and their pids."""
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        guard = subprocess.Popen([*GUARD, sys.executable, "-c", FAMILY, "term-exits"], stdout=file)
+    wait_for(lambda: out.read_bytes().count(b"up") == 2 and len(descendants_of(guard.pid)) == 4)
+    yield guard, descendants_of(guard.pid)
+    guard.kill()
+    guard.wait()
+
+
+def all_gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_a_killed_command_takes_its_whole_tree_along(
+    family: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
+    guard, pids = family
+    os.kill(pids[0], signal.SIGKILL)
+    assert guard.wait(timeout=20) == 128 + signal.SIGKILL
+    assert all_gone(pids)
+
+
+def test_sigterm_reaches_the_command_and_its_code_comes_back(
+    family: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
+    guard, pids = family
+    guard.terminate()
+    assert guard.wait(timeout=20) == 7
+    assert all_gone(pids)
+
+
+def test_the_tree_ends_when_the_guards_parent_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    parent_code = f"import subprocess, sys\nsubprocess.run({[*GUARD, sys.executable, '-c', FAMILY]!r})"
+    with out.open("wb") as file:
+        parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=file)
+    wait_for(lambda: out.read_bytes().count(b"up") == 2)
+    pids = descendants_of(parent.pid)
+    assert len(pids) == 5
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: all_gone(pids))
+
+
+def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -> None:
+    assert subprocess.run([*GUARD, "/no/such/program"], check=False).returncode == 127
+    assert "no such program" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_the_commands_exit_code_is_the_guards(code: int) -> None:
+    assert subprocess.run([*GUARD, "bash", "-c", f"exit {code}"], check=False).returncode == code

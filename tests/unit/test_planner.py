@@ -1,0 +1,185 @@
+"""The planner: nothing is given twice, nothing is asked of a profile that it has not, same inputs give same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.names import Role
+from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.plan.types import Plan
+from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.recipe.schema import Recipe
+
+
+def tiny(*overrides: str) -> Recipe:
+    return load_recipe("reverse_text/tiny", overrides=list(overrides)).recipe
+
+
+def plan(recipe: Recipe, profile: Profile) -> Plan:
+    return compile_plan(recipe, profile, run_dir="/runs/x", python="/venv/bin/python")
+
+
+def gpu_profile(nodes: int, gpus: int = 8) -> Profile:
+    return Profile.model_validate({"name": "p", "nodes": nodes, "node": {"gpus": gpus}})
+
+
+def test_same_inputs_give_the_same_bytes() -> None:
+    def dump() -> str:
+        return json.dumps(plan(tiny(), load_profile("local").profile).model_dump(mode="json"))
+
+    assert dump() == dump()
+
+
+def test_a_plan_survives_its_own_json() -> None:
+    made = plan(tiny(), load_profile("local").profile)
+    assert Plan.model_validate(json.loads(json.dumps(made.model_dump(mode="json")))) == made
+
+
+def test_the_warmup_feeds_the_main_phase() -> None:
+    warmup, main = plan(tiny(), load_profile("local").profile).phases
+    assert (warmup.name, warmup.recipe.kind, main.recipe.kind) == ("warmup", "sft", "rl")
+    assert main.model_path == "/runs/x/warmup/weights/step_400"
+    assert [process.name for process in warmup.processes] == ["sft-0"]
+
+
+def test_a_run_with_node_counts_gets_nodes_of_its_own() -> None:
+    recipe = tiny(
+        "layout.inference={nodes: 2, replicas: auto, tensor_parallel: 4}",
+        "layout.trainer={nodes: 2, ranks: auto}",
+        "warmup=null",
+    )
+    made = plan(recipe, gpu_profile(nodes=4))
+    engines = made.phase("main").of_role(Role.INFERENCE)
+    assert [(engine.nodes, engine.accelerators) for engine in engines] == [
+        ((0,), (0, 1, 2, 3)),
+        ((1,), (0, 1, 2, 3)),
+        ((0,), (4, 5, 6, 7)),
+        ((1,), (4, 5, 6, 7)),
+    ]
+    trainer = made.phase("main").process("trainer-0")
+    assert trainer.nodes == (2, 3) and trainer.accelerators == tuple(range(8))
+
+
+def test_a_role_may_have_its_own_interpreter() -> None:
+    profile = load_profile("local").profile.model_dump()
+    profile["software"]["roles"] = {"inference": {"python": "/vllm/bin/python"}}
+    phase = plan(tiny(), Profile.model_validate(profile)).phase("main")
+    assert phase.process("inference-0").argv[0] == "/vllm/bin/python"
+    assert phase.process("trainer-0").argv[0] == "/venv/bin/python"
+
+
+def with_container(role: str, container: dict) -> Profile:
+    profile = gpu_profile(1).model_dump()
+    profile["software"]["roles"] = {role: {"python": "/opt/python", "container": container}}
+    return Profile.model_validate(profile)
+
+
+def test_a_role_may_have_its_own_container() -> None:
+    apptainer = {"kind": "apptainer", "image": "/img/vllm.sif", "mounts": ["/data:/data"]}
+    engine = plan(tiny(), with_container("inference", apptainer)).phase("main").process("inference-0")
+    assert engine.argv[:8] == (
+        "apptainer", "exec", "--nv", "--bind", "/runs/x", "--bind", "/data:/data", "/img/vllm.sif",
+    )  # fmt: skip
+    assert engine.argv[8] == "/opt/python"
+    pyxis = {"kind": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.01-py3"}
+    trainer = plan(tiny(), with_container("trainer", pyxis)).phase("main").process("trainer-0")
+    assert trainer.argv[0] == "/opt/python"
+    assert trainer.srun_args == (
+        "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
+        "--container-mounts=/runs/x:/runs/x",
+    )
+
+
+def test_pyxis_without_slurm_is_refused() -> None:
+    profile = with_container("trainer", {"kind": "pyxis", "image": "x"}).model_dump()
+    profile["scheduler"]["type"] = "local"
+    with pytest.raises(ConfigError, match="pyxis"):
+        plan(tiny(), Profile.model_validate(profile))
+
+
+def test_a_users_variables_win_over_the_roles_own() -> None:
+    phase = plan(tiny("env={OMP_NUM_THREADS: '3'}"), load_profile("local").profile).phase("main")
+    assert phase.process("inference-0").env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "profile", "says"),
+    [
+        (["layout.trainer.ranks=4"], load_profile("local").profile, ["5 accelerators", "has 4"]),
+        (["layout.inference.tensor_parallel=16"], gpu_profile(4), ["16 accelerators", "has 8"]),
+        (["layout.inference.nodes=4", "layout.inference.replicas=32"], gpu_profile(4), ["5 nodes", "has 4"]),
+        (["layout.inference.nodes=2"], gpu_profile(4), ["1 engines", "idle"]),
+        (["layout.trainer.replicate=3"], gpu_profile(1), ["3", "2 ranks"]),
+        (["layout.orchestrator.place=cpu-partition"], gpu_profile(2), ["heterogeneous"]),
+        (["layout.trainer.context_parallel=2"], gpu_profile(2), ["context_parallel"]),
+    ],
+)
+def test_more_than_the_profile_has_is_refused_with_the_numbers(
+    overrides: list[str], profile: Profile, says: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(tiny(*overrides), profile)
+    for word in says:
+        assert word in str(caught.value)
+
+
+@given(
+    nodes=st.integers(1, 6),
+    gpus=st.sampled_from([0, 1, 2, 4, 8]),
+    replicas=st.one_of(st.just("auto"), st.integers(1, 9)),
+    tensor_parallel=st.sampled_from([1, 2, 4]),
+    ranks=st.one_of(st.just("auto"), st.integers(1, 16)),
+    inference_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
+    trainer_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
+)
+def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
+    nodes: int,
+    gpus: int,
+    replicas: int | str,
+    tensor_parallel: int,
+    ranks: int | str,
+    inference_nodes: int | str,
+    trainer_nodes: int | str,
+) -> None:
+    layout = {
+        "inference": {"nodes": inference_nodes, "replicas": replicas, "tensor_parallel": tensor_parallel},
+        "trainer": {"nodes": trainer_nodes, "ranks": ranks},
+    }
+    recipe = Recipe.model_validate({**tiny().model_dump(), "layout": layout})
+    try:
+        made = plan(recipe, gpu_profile(nodes, gpus))
+    except ConfigError:
+        return
+    for phase in made.phases:
+        taken = [
+            (node, slot) for each in phase.processes for node in each.nodes for slot in each.accelerators
+        ]
+        assert len(taken) == len(set(taken))
+        assert all(node < len(made.nodes) <= nodes and slot < (gpus or 4) for node, slot in taken)
+
+
+def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path) -> None:
+    from primerl_hpc.common.errors import DataError, NotFoundError
+    from primerl_hpc.recipe.resolve import resolve
+
+    loaded = load_recipe("reverse_text/tiny", overrides=["model.name=./model", "warmup=null"])
+    with pytest.raises(NotFoundError, match="does not exist"):
+        resolve(loaded, folder=tmp_path)
+    (tmp_path / "model").mkdir()
+    for name, says in (
+        ("config.json", "config.json"),
+        ("model.safetensors", "weights"),
+        ("tokenizer.json", "tokenizer"),
+    ):
+        with pytest.raises(DataError, match=says):
+            resolve(loaded, folder=tmp_path)
+        (tmp_path / "model" / name).write_text("{}")
+    assert resolve(loaded, folder=tmp_path).model.name == str(tmp_path / "model")

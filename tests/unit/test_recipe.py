@@ -1,0 +1,119 @@
+"""Recipes: composition, precedence, and refusals that name file, line, key and the nearest known key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.common.assets import list_assets
+from primerl_hpc.common.errors import ConfigError, NotFoundError
+from primerl_hpc.recipe.load import load_recipe
+
+MINIMAL = """\
+kind: rl
+name: small
+model: {name: some/model}
+max_steps: 3
+environments:
+  train: [{id: reverse-text}]
+"""
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", list_assets("recipes"))
+def test_every_shipped_recipe_loads(name: str) -> None:
+    assert load_recipe(name).recipe.name
+
+
+@pytest.mark.parametrize("name", list_assets("cluster_profiles"))
+def test_every_shipped_profile_loads_and_is_named_after_its_file(name: str) -> None:
+    assert load_profile(name).profile.name == name.removesuffix(".yaml")
+
+
+def test_later_layers_win_and_origins_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, "optimizer: {lr: 1.0e-3, weight_decay: 0.5}\nseed: 1\n", "low.yaml")
+    write(tmp_path, "optimizer: {lr: 2.0e-3}\n", "high.yaml")
+    path = write(tmp_path, "base: [low.yaml, high.yaml]\n" + MINIMAL + "seed: 2\n")
+    loaded = load_recipe(
+        path, overrides=["max_steps=9"], environ={"PRIMERL_OPTIMIZER__EPS": "1e-6", "PRIMERL_MAX_STEPS": "8"}
+    )
+    recipe, origins = loaded.recipe, loaded.document.origins
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.seed) == (2e-3, 0.5, 2)
+    assert recipe.max_steps == 9 and origins["max_steps"] == "--set"
+    assert recipe.optimizer.eps == 1e-6 and origins["optimizer.eps"] == "PRIMERL_OPTIMIZER__EPS"
+    assert origins["optimizer.lr"] == f"{tmp_path / 'high.yaml'}:1"
+
+
+def test_a_list_replaces_the_list_below_it(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL, "base.yaml")
+    path = write(tmp_path, "base: base.yaml\nenvironments: {train: [{id: other}]}\n")
+    assert [each.id for each in load_recipe(path).recipe.environments.train] == ["other"]
+
+
+def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, MINIMAL + "optimizer: {lr: 3e-6}\n")).recipe.optimizer.lr == 3e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MINIMAL + "optimizer: {lrr: 1}\n", [":7", "'optimizer.lrr'", "'optimizer.lr'"]),
+        (MINIMAL + "lr: 1\n", [":7", "unknown key 'lr'", "'optimizer.lr'"]),
+        (MINIMAL + "seed: many\n", [":7", "seed", "integer", "'many'"]),
+        (MINIMAL + "seed: true\n", [":7", "seed", "integer"]),
+        (MINIMAL + "loss:\n  type: ppo\n", ["loss.type", "'dppo'", "'ppo'"]),
+        (MINIMAL + "rollouts:\n  batch_size: 100\n", ["100", "group_size", "8"]),
+        (MINIMAL + "seed: 1\nseed: 2\n", [":8", "twice"]),
+        (MINIMAL + "name: [\n", ["YAML error"]),
+        ("- a\n", ["mapping"]),
+        ("kind: sft\nname: a\nmodel: {name: m}\nmax_steps: 1\n", ["needs an sft block"]),
+        ("kind: rl\nname: a\nmodel: {name: m}\nmax_steps: 1\n", ["environments.train"]),
+        ("kind: rl\nname: a b\nmodel: {name: m}\n", ["name", "letters"]),
+        (MINIMAL + "layout: {inference: {nodes: few}}\n", ["layout.inference.nodes", "'auto'"]),
+        (MINIMAL + "environments: {train: [{id: a}, {id: a}]}\n", ["twice"]),
+        (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
+        (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
+        (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+    ],
+)
+def test_a_fault_names_place_key_and_mend(tmp_path: Path, text: str, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, text))
+    message = str(caught.value)
+    assert "\n" not in message and "recipe.yaml" in message
+    for word in says:
+        assert word in message
+
+
+def test_a_missing_recipe_lists_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="reverse_text/tiny"):
+        load_recipe(str(tmp_path / "nothing"))
+
+
+def test_a_recipe_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "base: recipe.yaml\n" + MINIMAL)
+    with pytest.raises(ConfigError, match="own base"):
+        load_recipe(path)
+
+
+def test_a_set_that_is_no_assignment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="key=value"):
+        load_recipe(write(tmp_path, MINIMAL), overrides=["max_steps"])
+
+
+@pytest.mark.parametrize("value", ["4:00", "x", "1-2-3"])
+def test_a_walltime_that_slurm_would_not_read_is_refused(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, f"name: p\nscheduler: {{time: {value}}}\n")
+    if value == "4:00":  # YAML 1.1 reads it as 240: not text any more
+        with pytest.raises(ConfigError, match="time"):
+            load_profile(path)
+    else:
+        with pytest.raises(ConfigError, match="SLURM time"):
+            load_profile(path)

@@ -1,0 +1,47 @@
+"""Order of tasks: every epoch covers every task, environments come by ratio, and a resumed run loses none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+
+
+def draw(sampler: TaskSampler, count: int) -> list[TaskRef]:
+    return [sampler.next() for _ in range(count)]
+
+
+def test_every_epoch_covers_every_task_once_in_another_order():
+    sampler = TaskSampler([50], [1.0], seed=3)
+    first, second = draw(sampler, 50), draw(sampler, 50)
+    assert sorted(task.index for task in first) == sorted(task.index for task in second) == list(range(50))
+    assert first != second
+
+
+def test_environments_are_drawn_by_their_ratio():
+    counts = Counter(task.env for task in draw(TaskSampler([10, 10], [1.0, 3.0], seed=0), 4000))
+    assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_same_seed_gives_the_same_tasks_and_another_seed_others():
+    assert draw(TaskSampler([99], [1.0], 1), 30) == draw(TaskSampler([99], [1.0], 1), 30)
+    assert draw(TaskSampler([99], [1.0], 1), 30) != draw(TaskSampler([99], [1.0], 2), 30)
+
+
+def test_resumed_sampler_gives_unfinished_tasks_back_and_then_goes_on():
+    sampler = TaskSampler([7, 5], [2.0, 1.0], seed=5)
+    drawn = draw(sampler, 20)
+    state = json.loads(json.dumps(sampler.state(unfinished=drawn[15:])))
+    coming = draw(sampler, 20)
+    resumed = TaskSampler([7, 5], [2.0, 1.0], seed=5)
+    resumed.restore(state)
+    assert draw(resumed, 25) == drawn[15:] + coming
+
+
+def test_state_of_another_task_set_is_refused():
+    state = TaskSampler([7], [1.0], 0).state([])
+    with pytest.raises(ValueError, match="7"):
+        TaskSampler([8], [1.0], 0).restore(state)

@@ -1,0 +1,39 @@
+"""Learning rates and what is kept on disk: pure functions."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from primerl_hpc.recipe.training_schema import Checkpoint, Constant, Cosine, Linear
+from primerl_hpc.trainer.checkpoint import is_due, kept_checkpoints
+from primerl_hpc.trainer.schedules import lr_factor
+
+
+def test_constant_rises_over_its_warmup_and_stays():
+    rates = [lr_factor(Constant(warmup_steps=4), step, 10) for step in range(1, 11)]
+    assert rates == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+    assert lr_factor(Constant(), 1, 10) == 1
+
+
+def test_linear_warms_up_stays_and_falls_to_its_floor_at_the_last_step():
+    schedule = Linear(warmup_steps=2, decay_steps=4, min_lr_ratio=0.1)
+    rates = [lr_factor(schedule, step, 10) for step in range(1, 11)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
+
+
+def test_cosine_meets_its_peak_its_middle_and_its_floor():
+    schedule = Cosine(warmup_steps=10, min_lr_ratio=0.2)
+    assert lr_factor(schedule, 10, 110) == pytest.approx(1)
+    assert lr_factor(schedule, 60, 110) == pytest.approx(0.6)
+    assert lr_factor(schedule, 110, 110) == pytest.approx(0.2)
+
+
+def test_checkpoints_are_due_at_intervals_and_at_the_end():
+    config = Checkpoint(interval=4)
+    assert [step for step in range(1, 11) if is_due(config, step, 10)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if is_due(Checkpoint(at_end=False), step, 10)] == []
+
+
+def test_kept_checkpoints_are_the_newest_and_the_multiples():
+    config = Checkpoint(interval=10, keep_last=2, keep_interval=30)
+    assert kept_checkpoints([10, 20, 30, 40, 50], config) == {30, 40, 50}

@@ -1,0 +1,167 @@
+"""SLURM's answers: parsed from recorded text of several versions, asked for politely, and turned into a run's state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.files import write_json
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import SEPARATOR, JobFact, parse_sacct, parse_squeue
+from primerl_hpc.observe.slurm import FIRST_PAUSE_S, JobWatcher
+from primerl_hpc.observe.snapshot import real_state
+
+
+def line(*fields: str) -> str:
+    return SEPARATOR.join(fields) + "\n"
+
+
+class Slurm:
+    """Answers by command, and counts the questions."""
+
+    def __init__(self) -> None:
+        self.squeue, self.sacct = "", ""
+        self.asked: list[str] = []
+        self.is_down = False
+        self.now = 1000.0
+
+    def ask(self, command: list[str]) -> str:
+        self.asked.append(command[0])
+        if self.is_down:
+            raise SchedulerError("slurm_load_jobs error: Socket timed out on send/recv operation")
+        return self.squeue if command[0] == "squeue" else self.sacct
+
+
+@pytest.fixture
+def slurm() -> Slurm:
+    return Slurm()
+
+
+@pytest.fixture
+def jobs(slurm: Slurm) -> JobWatcher:
+    return JobWatcher(slurm.ask, lambda: slurm.now)
+
+
+def test_many_runs_are_one_question(slurm: Slurm, jobs: JobWatcher) -> None:
+    slurm.squeue = "".join(
+        line(str(i), "RUNNING", "None", "2026-11-21T03:36:13", f"n{i}") for i in range(1000)
+    )
+    facts = jobs.facts({str(i): 0 for i in range(1000)})
+    assert len(facts) == 1000 and slurm.asked == ["squeue"]
+
+
+def test_only_what_squeue_has_forgotten_is_looked_up_in_accounting(slurm: Slurm, jobs: JobWatcher) -> None:
+    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    slurm.sacct = line("2", "CANCELLED by 1000", "0:15", "", "n2", "None")
+    facts = jobs.facts({"1": 0, "2": 0})
+    assert (facts["1"].state, facts["2"].state) == ("RUNNING", "CANCELLED")
+    slurm.now += 1e6
+    jobs.facts({"1": 0, "2": 0})
+    assert slurm.asked == ["squeue", "sacct", "squeue"]  # an ended job is not asked about again
+
+
+def test_questions_become_rarer_while_nothing_changes_and_prompt_when_the_run_does(
+    slurm: Slurm, jobs: JobWatcher
+) -> None:
+    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    for _ in range(600):
+        jobs.facts({"1": "running"})
+        slurm.now += 1.0
+    rare = len(slurm.asked)
+    assert rare < 20
+    slurm.now += FIRST_PAUSE_S
+    jobs.facts({"1": "stopped"})
+    assert len(slurm.asked) == rare + 1
+
+
+def test_a_slurm_that_does_not_answer_leaves_the_old_facts_and_is_asked_less(
+    slurm: Slurm, jobs: JobWatcher
+) -> None:
+    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    jobs.facts({"1": 0})
+    slurm.is_down = True
+    for _ in range(100):
+        slurm.now += 1.0
+        assert jobs.facts({"1": 0})["1"].state == "RUNNING"
+    assert "timed out" in (jobs.trouble or "")
+    assert len(slurm.asked) < 10
+
+
+DATA = Path(__file__).resolve().parents[1] / "slurm" / "data"
+
+
+@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+def test_recorded_answers_are_read(version: str) -> None:
+    queue = parse_squeue((DATA / f"squeue-{version}.txt").read_text())
+    past = parse_sacct((DATA / f"sacct-{version}.txt").read_text())
+    assert {fact.state for fact in queue.values()} >= {
+        "RUNNING",
+        "PENDING",
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+    }
+    waiting = next(fact for fact in queue.values() if fact.state == "PENDING")
+    assert waiting.is_waiting and waiting.reason and not waiting.nodes
+    failed = next(fact for fact in past.values() if fact.state == "FAILED")
+    assert failed.exit_code == 3 and failed.has_ended
+    assert next(fact for fact in past.values() if fact.state == "CANCELLED").has_ended
+
+
+def test_banners_and_torn_lines_are_not_jobs() -> None:
+    text = "*** maintenance on Monday ***\n" + line("7", "RUNNING", "None", "N/A", "n[1-2]") + "8\x1fRUN"
+    assert parse_squeue(text) == {"7": JobFact("7", "RUNNING", "", None, "", "n[1-2]")}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "toy-001")
+    write_json(made.plan, {"version": 1})
+    write_json(made.supervisor_lock, {"host": "n1", "pid": 1, "started": "1", "job": "7", "restart": "0"})
+    return made
+
+
+def state_of(run: RunDir, written: str | None, fact: JobFact | None) -> tuple[RunState, str | None]:
+    job = {"scheduler": "slurm", "job_id": "7", "submitted": time.time() - 100}
+    state = {"state": written, "started": time.time() - 50} if written else {}
+    return real_state(run, state, job, {"7": fact} if fact else {})
+
+
+@pytest.mark.parametrize(
+    "written, fact, expected, words",
+    [
+        (
+            None,
+            JobFact("7", "PENDING", "Priority", start="2026-11-22T10:00:00"),
+            RunState.PENDING,
+            "Priority",
+        ),
+        (None, JobFact("7", "CONFIGURING"), RunState.PENDING, ""),
+        (None, JobFact("7", "RUNNING"), RunState.STARTING, ""),
+        (None, JobFact("7", "CANCELLED"), RunState.CANCELLED, "before it started"),
+        (None, JobFact("7", "FAILED"), RunState.FAILED, "FAILED"),
+        (None, None, RunState.PENDING, ""),
+        ("running", JobFact("7", "RUNNING"), RunState.RUNNING, ""),
+        ("running", JobFact("7", "NODE_FAIL", "NodeDown"), RunState.FAILED, "NODE_FAIL (NodeDown)"),
+        ("running", JobFact("7", "OUT_OF_MEMORY"), RunState.FAILED, "OUT_OF_MEMORY"),
+        ("stopping", JobFact("7", "TIMEOUT"), RunState.FAILED, "TIMEOUT"),
+        ("stopping", JobFact("7", "CANCELLED"), RunState.CANCELLED, "resume"),
+        ("running", JobFact("7", "PENDING", "BeginTime"), RunState.PENDING, "BeginTime"),
+        ("failed", JobFact("7", "PENDING", "BeginTime"), RunState.PENDING, "BeginTime"),
+        ("failed", JobFact("7", "COMPLETING"), RunState.STOPPING, "back into the queue"),
+        ("failed", JobFact("7", "RUNNING"), RunState.STOPPING, "back into the queue"),
+        ("failed", JobFact("7", "FAILED"), RunState.FAILED, ""),
+        ("cancelled", JobFact("7", "NODE_FAIL"), RunState.FAILED, "NODE_FAIL"),
+        ("done", JobFact("7", "COMPLETING"), RunState.DONE, ""),
+        ("running", None, RunState.RUNNING, ""),  # the lock was touched a moment ago
+    ],
+)
+def test_slurm_and_the_runs_own_files_make_one_state(
+    run: RunDir, written: str | None, fact: JobFact | None, expected: RunState, words: str
+) -> None:
+    state, message = state_of(run, written, fact)
+    assert state == expected and words in (message or "")

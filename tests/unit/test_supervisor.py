@@ -1,0 +1,275 @@
+"""The supervisor with real child processes: small programs in place of the heavy roles, the same plan, files and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.files import read_json, read_json_or_none, read_jsonl, write_json
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.snapshot import take_snapshot
+from primerl_hpc.plan.types import OnExit
+from primerl_hpc.runtime.guard import descendants_of
+from tests.support import ROOT, make_plan, process_plan, wait_for
+
+RECIPE = {
+    "kind": "rl",
+    "name": "toy",
+    "model": {"name": "some/model"},
+    "max_steps": 3,
+    "environments": {"train": [{"id": "reverse-text"}]},
+}
+
+PUBLISH = """
+import sys, time
+from pathlib import Path
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
+run = RunDir(Path(sys.argv[1]))
+publish_endpoint(run, sys.argv[3], "http://127.0.0.1:1")
+"""
+SERVE = PUBLISH + "time.sleep(600)\n"
+UNTIL_STOPPED = """
+import sys, time
+from pathlib import Path
+from primerl_hpc.common.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+while not run.stop_request.exists(): time.sleep(0.05)
+sys.exit(75)
+"""
+
+
+class Toy:
+    """A run whose roles are one-line programs."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDir(root)
+        self.processes: list = []
+        self.supervisor: subprocess.Popen[str] | None = None
+
+    def add(
+        self, role: Role, code: str, on_exit: OnExit, *, index: int = 0, ready_timeout_s: int = 0
+    ) -> None:
+        name = f"{role.value}-{index}"
+        argv = (sys.executable, "-c", textwrap.dedent(code), str(self.run.root), "main", name)
+        self.processes.append(
+            process_plan(role, index, argv=argv, on_exit=on_exit, ready_timeout_s=ready_timeout_s)
+        )
+
+    def start(self) -> None:
+        make_plan(self.run.root, RECIPE, processes=self.processes)
+        self.supervisor = subprocess.Popen(
+            [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(self.run.root)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, timeout_s: float = 30.0) -> int:
+        assert self.supervisor is not None
+        return self.supervisor.wait(timeout=timeout_s)
+
+    def events(self, name: str) -> list[dict]:
+        return [row for row in read_jsonl(self.run.events) if row["event"] == name]
+
+    def is_ready(self, process: str) -> bool:
+        return any(row["process"] == process for row in self.events("role_ready"))
+
+    def pid_of(self, process: str) -> int:
+        endpoint = read_json(self.run.endpoint(process))
+        return endpoint["pid"]
+
+
+@pytest.fixture
+def toy(tmp_path: Path):
+    made = Toy(tmp_path / "run")
+    yield made
+    if made.supervisor is not None and made.supervisor.poll() is None:
+        made.supervisor.kill()
+        made.supervisor.wait()
+
+
+def test_trainer_and_orchestrator_exit_end_the_run_and_release_the_servers(toy: Toy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, "print('trained')", OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, "print('orchestrated')", OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.DONE
+    assert take_snapshot(toy.run).state == RunState.DONE
+    assert not toy.run.supervisor_lock.exists() and not toy.run.endpoint("inference-0").exists()
+    assert "trained" in (toy.run.attempt_logs(1) / "trainer-0.log").read_text()
+
+
+def test_a_crash_of_the_trainer_tells_the_first_fault_and_ends_everything(toy: Toy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, "raise SystemExit('error: the loss is a teapot')", OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.FAILED
+    failure = read_json(toy.run.failure)
+    assert (failure["process"], failure["exit_code"], failure["signal"]) == ("trainer-0", 1, None)
+    assert "teapot" in failure["message"] and failure["last_lines"]
+    assert take_snapshot(toy.run).state == RunState.FAILED
+
+
+def test_a_killed_trainer_is_told_by_its_signal(toy: Toy) -> None:
+    toy.add(Role.TRAINER, "import os; os.kill(os.getpid(), 9)", OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.FAILED
+    assert read_json(toy.run.failure)["signal"] == "SIGKILL"
+
+
+def test_a_sentence_left_by_a_rank_decides_message_and_exit_code(toy: Toy) -> None:
+    code = """
+    import sys
+    from pathlib import Path
+    from primerl_hpc.common.files import write_json
+    path = Path(sys.argv[1]) / "control" / "errors" / "trainer-0.json"
+    write_json(path, {"process": "trainer-0", "rank": 1, "exit_code": 65, "message": "row 7 has no answer"})
+    sys.exit(1)
+    """
+    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.DATA
+    failure = read_json(toy.run.failure)
+    assert (failure["rank"], failure["message"]) == (1, "row 7 has no answer")
+
+
+def test_a_killed_server_is_started_again_and_the_run_goes_on(toy: Toy) -> None:
+    toy.add(Role.ROUTER, SERVE, OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("router-0"))
+    first = toy.pid_of("router-0")
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(toy.events("role_ready")) == 2)
+    assert toy.pid_of("router-0") != first
+    assert read_json(toy.run.endpoint("router-0"))["incarnation"] == 1
+    write_json(toy.run.stop_request, {})
+    toy.end()
+
+
+def test_a_server_that_dies_again_and_again_without_progress_fails_the_run(toy: Toy) -> None:
+    toy.add(Role.ROUTER, "raise SystemExit(1)", OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end(60) == ExitCode.FAILED
+    assert read_json(toy.run.failure)["process"] == "router-0"
+    assert len(toy.events("role_restarting")) == 3
+
+
+def test_a_server_that_is_not_ready_in_time_is_started_again(toy: Toy) -> None:
+    toy.add(Role.ROUTER, "import time; time.sleep(600)", OnExit.RESTART, ready_timeout_s=1)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.events("role_restarting"))
+    assert toy.events("role_not_ready")
+    write_json(toy.run.stop_request, {"now": True})
+    toy.end()
+
+
+def test_a_peer_may_ask_for_a_restart(toy: Toy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    write_json(toy.run.restart_request("inference-0"), {"reason": "it cannot be updated"})
+    wait_for(lambda: len(toy.events("role_ready")) == 2)
+    write_json(toy.run.stop_request, {"now": True})
+    toy.end()
+
+
+def test_a_stop_request_ends_with_75_when_both_sides_saved(toy: Toy) -> None:
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: len(toy.events("role_started")) == 2)
+    write_json(toy.run.stop_request, {})
+    assert toy.end() == ExitCode.STOPPED
+    assert take_snapshot(toy.run).state == RunState.STOPPED
+
+
+def test_sigterm_asks_the_roles_to_save(toy: Toy) -> None:
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.events("role_started"))
+    toy.supervisor.send_signal(signal.SIGTERM)
+    assert toy.end() == ExitCode.STOPPED
+
+
+def test_torchruns_zero_with_a_stopped_outcome_counts_as_stopped(toy: Toy) -> None:
+    code = """
+    import sys
+    from pathlib import Path
+    from primerl_hpc.common.files import write_json
+    write_json(Path(sys.argv[1]) / "control" / "outcomes" / "trainer-0.json", {"outcome": "stopped", "step": 2})
+    """
+    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.STOPPED
+
+
+def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: Toy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    below = descendants_of(toy.supervisor.pid)
+    assert len(below) == 4
+    toy.supervisor.kill()
+    toy.supervisor.wait()
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in below))
+    snapshot = take_snapshot(toy.run)
+    assert snapshot.state == RunState.FAILED and "resume" in (snapshot.message or "")
+    toy.start()
+    wait_for(lambda: len(toy.events("attempt_started")) == 2)
+    toy.supervisor.send_signal(signal.SIGTERM)
+    assert toy.end() == ExitCode.STOPPED
+    assert os.readlink(toy.run.latest_logs) == "attempt_2"
+
+
+def test_a_second_supervisor_on_the_run_directory_is_refused(toy: Toy) -> None:
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.events("role_started"))
+    first = toy.supervisor
+    toy.start()
+    assert toy.supervisor.wait(timeout=30) == ExitCode.OCCUPIED
+    assert "another supervisor" in toy.supervisor.stderr.read()
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=30) == ExitCode.STOPPED
+
+
+def test_a_run_of_another_plan_version_is_refused_in_one_sentence(toy: Toy) -> None:
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    make_plan(toy.run.root, RECIPE, processes=toy.processes)
+    plan = json.loads(toy.run.plan.read_text())
+    write_json(toy.run.plan, {**plan, "version": 99})
+    done = subprocess.run(
+        [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(toy.run.root)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ExitCode.DATA and done.stderr.count("\n") == 1
+    assert read_json_or_none(toy.run.state) is None
+
+
+def test_a_resumed_run_is_submitted_and_not_what_its_dead_attempt_wrote(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    write_json(run.state, {"state": "running", "attempt": 1, "started": time.time() + 600})
+    alive = {"scheduler": "local", "job_id": str(os.getpid()), "submitted": time.time()}
+    write_json(run.job, {**alive, "attempt": 1})
+    assert take_snapshot(run).state == RunState.FAILED
+    write_json(run.job, {**alive, "attempt": 2})
+    assert take_snapshot(run).state == RunState.SUBMITTED

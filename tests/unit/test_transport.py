@@ -1,0 +1,177 @@
+"""Rollouts and weights through the run directory."""
+
+import threading
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.files import is_there, wait_until
+from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.transport.rollouts import MicroBatch, StepInfo
+from primerl_hpc.transport.rollouts_filesystem import FilesystemReceiver, FilesystemSender, rank_file
+from primerl_hpc.transport.weights_filesystem import (
+    FilesystemWeightReader,
+    WeightWriter,
+    prune_weights,
+    verify_checksums,
+)
+from tests.support import random_row
+
+
+def batch(seed: int, ranks: int = 2, rows: int = 3) -> list[list[MicroBatch]]:
+    rng = np.random.default_rng(seed)
+    return [[random_row(rng, rng.integers(1, 9, 4).tolist()) for _ in range(rows)] for _ in range(ranks)]
+
+
+def assert_equal(one: MicroBatch, other: MicroBatch) -> None:
+    for each in fields(MicroBatch):
+        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_every_rank_receives_its_rows_bit_for_bit(tmp_path):
+    run, ranks = RunDir(tmp_path), batch(0)
+    info = StepInfo(step=3, env_names=["a", "é"], policy_version_min=1, num_samples=24, metrics={"x": 0.5})
+    FilesystemSender(run).send(info, ranks)
+    for rank, rows in enumerate(ranks):
+        found_info, found = FilesystemReceiver(run, world_size=2).receive(3, rank, timeout_s=0)
+        assert found_info == info
+        for one, other in zip(found, rows, strict=True):
+            assert_equal(one, other)
+
+
+def test_receiver_waits_for_a_batch_that_comes_later_and_gives_up_in_time(tmp_path):
+    run = RunDir(tmp_path)
+    assert FilesystemReceiver(run).receive(1, 0, timeout_s=0.05) is None
+    sender = threading.Thread(target=FilesystemSender(run).send, args=(StepInfo(step=1), batch(1)))
+    sender.start()
+    assert FilesystemReceiver(run).receive(1, 1, timeout_s=30) is not None
+    sender.join()
+
+
+def test_a_complete_batch_is_not_replaced_an_incomplete_one_is(tmp_path):
+    run, sender = RunDir(tmp_path), FilesystemSender(RunDir(tmp_path))
+    sender.send(StepInfo(step=1), batch(1))
+    sender.send(StepInfo(step=1), batch(2))
+    assert_equal(FilesystemReceiver(run).receive(1, 0, timeout_s=0)[1][0], batch(1)[0][0])
+    (run.rollouts_step(1) / STABLE).unlink()
+    sender.send(StepInfo(step=1), batch(2))
+    assert_equal(FilesystemReceiver(run).receive(1, 0, timeout_s=0)[1][0], batch(2)[0][0])
+
+
+def test_another_schema_version_is_refused_by_name(tmp_path):
+    run = RunDir(tmp_path)
+    FilesystemSender(run).send(StepInfo(step=1), batch(1))
+    path = rank_file(run.rollouts_step(1), 0)
+    save_file(load_file(path), path, metadata={"schema_version": "0"})
+    with pytest.raises(DataError, match=r"rank_0\.safetensors: rollouts of schema version 0"):
+        FilesystemReceiver(run).receive(1, 0, timeout_s=0)
+
+
+def test_a_cut_off_file_and_a_batch_for_other_ranks_are_refused(tmp_path):
+    run = RunDir(tmp_path)
+    FilesystemSender(run).send(StepInfo(step=1), batch(1))
+    with pytest.raises(DataError, match="cut for 2 trainer ranks, there are 4"):
+        FilesystemReceiver(run, world_size=4).receive(1, 0, timeout_s=0)
+    path = rank_file(run.rollouts_step(1), 0)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(DataError, match="not a whole rollout file"):
+        FilesystemReceiver(run).receive(1, 0, timeout_s=0)
+
+
+def test_ranks_with_different_numbers_of_rows_are_refused(tmp_path):
+    ranks = batch(1)
+    ranks[1].pop()
+    with pytest.raises(ValueError, match="must be equal"):
+        FilesystemSender(RunDir(tmp_path)).send(StepInfo(step=1), ranks)
+
+
+def test_forget_deletes_this_batch_and_older_ones_only(tmp_path):
+    run = RunDir(tmp_path)
+    for step in (1, 2, 3):
+        FilesystemSender(run).send(StepInfo(step=step), batch(step))
+    FilesystemReceiver(run).forget(2)
+    assert run.list_steps(run.rollouts, STABLE) == [3]
+    assert not run.rollouts_step(1).exists()
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def write_version(run: RunDir, version: int) -> None:
+    base = run.root / "base"
+    base.mkdir(exist_ok=True)
+    (base / "config.json").write_text('{"model_type": "qwen3", "torch_dtype": "bfloat16"}')
+    (base / "tokenizer.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(b"weights of the base model")
+    (base / "model.safetensors.index.json").write_text("{}")
+    writer = WeightWriter(run, version)
+    writer.begin()
+    path = writer.shard_path(1, of=1)
+    save_file({"w": np.full(8, version, np.float32)}, path)
+    entries = [writer.finish_file(path), *writer.copy_model_files(base, dtype="float32")]
+    assert not is_there(run.weights_step(version))
+    writer.commit({"w": path.name}, entries, total_bytes=32)
+
+
+def test_a_committed_version_is_a_checked_model_folder(tmp_path):
+    run = RunDir(tmp_path)
+    reader = FilesystemWeightReader(run)
+    assert reader.newest() is None
+    write_version(run, 1)
+    assert reader.newest() == 1
+    folder = reader.open(1, "engine-0")
+    assert run.has_lease(folder)
+    verify_checksums(folder)
+    assert '"dtype": "float32"' in (folder / "config.json").read_text()
+    assert "torch_dtype" not in (folder / "config.json").read_text()
+    assert not (folder / "model.safetensors").exists()
+    reader.close(1, "engine-0")
+    assert not run.has_lease(folder)
+
+
+@pytest.mark.parametrize("fault", ["missing", "short"])
+def test_a_damaged_version_is_refused_with_both_names_and_no_lease_left(tmp_path, fault):
+    run = RunDir(tmp_path)
+    write_version(run, 1)
+    path = run.weights_step(1) / "model-00001-of-00001.safetensors"
+    path.unlink() if fault == "missing" else path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"STABLE is there, but model-00001-of-00001\.safetensors"):
+        FilesystemWeightReader(run, lag_s=0).open(1, "engine-0")
+    assert not run.has_lease(run.weights_step(1))
+
+
+def test_a_file_that_lags_behind_its_marker_is_waited_for(tmp_path):
+    run = RunDir(tmp_path)
+    write_version(run, 1)
+    path = run.weights_step(1) / "tokenizer.json"
+    path.rename(tmp_path / "late")
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(FilesystemWeightReader(run).open(1, "engine-0")))
+    thread.start()
+    wait_until(lambda: run.has_lease(run.weights_step(1)), what="the reader", timeout_s=30)
+    (tmp_path / "late").rename(path)
+    thread.join(30)
+    assert opened == [run.weights_step(1)]
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
+    run = RunDir(tmp_path)
+    write_version(run, 1)
+    path = run.weights_step(1) / "tokenizer.json"
+    path.write_text("[]")
+    with pytest.raises(DataError, match="CRC-32"):
+        verify_checksums(run.weights_step(1))
+
+
+def test_pruning_spares_the_newest_the_kept_and_the_leased(tmp_path):
+    run = RunDir(tmp_path)
+    for version in range(1, 7):
+        write_version(run, version)
+    run.lease(run.weights_step(3), "engine-1")
+    assert prune_weights(run, keep_last=2, keep={1}) == [2, 4]
+    assert run.stable_weights() == [1, 3, 5, 6]
