@@ -96,7 +96,32 @@ class SGD(Block):
     max_norm: PositiveFloat | None = 1.0
 
 
-Optimizer = Annotated[Annotated[AdamW | SGD, Field(discriminator="type")], default_type("adamw")]
+class Muon(Block):
+    """Momentum orthogonalised by Newton-Schulz for matrices (experts one by one), AdamW for embeddings, head and vectors (arXiv 2502.16982). Updates are scaled to AdamW's size: the same rates serve."""
+
+    type: Literal["muon"] = "muon"
+    lr: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    momentum: Fraction = 0.95
+    nesterov: Bool = True
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's, for what is no matrix."""
+    eps: PositiveFloat = 1e-8
+    max_norm: PositiveFloat | None = 1.0
+
+
+class SignSGD(Block):
+    """The sign of the gradient alone (arXiv 1802.04434): no optimizer state, half of AdamW's memory. Every weight moves by lr in each step: ask for less than of AdamW."""
+
+    type: Literal["sign_sgd"] = "sign_sgd"
+    lr: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    max_norm: PositiveFloat | None = None
+
+
+Optimizer = Annotated[
+    Annotated[AdamW | SGD | Muon | SignSGD, Field(discriminator="type")], default_type("adamw")
+]
 
 
 class Constant(Block):
@@ -233,10 +258,12 @@ __all__ = [
     "Linear",
     "Loss",
     "LossMask",
+    "Muon",
     "Optimizer",
     "SFTData",
     "SFTValidation",
     "Scheduler",
+    "SignSGD",
     "Trainer",
     "Warmup",
     "Weights",

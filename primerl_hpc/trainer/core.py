@@ -24,7 +24,14 @@ from primerl_hpc.trainer.batch import empty_row, make_batch, stack_rows
 from primerl_hpc.trainer.losses import component_counts, step_loss
 from primerl_hpc.trainer.metrics import Tally, means, metric_names, tally_tokens
 from primerl_hpc.trainer.model import Policy, build_policy, is_small, model_folder, reshard, set_gradient_sync
-from primerl_hpc.trainer.optim import build_optimizer, clip_factor, gradient_norm, scale_gradients, set_lr
+from primerl_hpc.trainer.optim import (
+    Optimizers,
+    build_optimizer,
+    clip_factor,
+    gradient_norm,
+    scale_gradients,
+    set_lr,
+)
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops, peak_memory_gib
 from primerl_hpc.trainer.schedules import lr_factor
 from primerl_hpc.trainer.setup import World, seed_step
@@ -52,7 +59,7 @@ class Core:
     world: World
     folder: Path  # the base model's
     policy: Policy
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     flops: FlopCounter
     num_tokens: int = 0  # trained on so far
     bad_steps: int = 0  # in a row
@@ -83,7 +90,7 @@ class Core:
         is_finite = math.isfinite(loss) and math.isfinite(norm_value)
         if is_finite:
             self._update(norm, lr)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         duration_s = time.perf_counter() - started
         self._count_bad_step(step, is_finite, loss, norm_value)
         self.num_tokens += tokens
@@ -182,7 +189,7 @@ def build_core(recipe: Recipe, model_path: str, world: World) -> Core:
     gc.disable()
     folder = model_folder(model_path, world)
     policy = build_policy(recipe, folder, world)
-    optimizer = build_optimizer(policy.parameters(), recipe.optimizer)
+    optimizer = build_optimizer(policy.hf, recipe)
     names = {parameter: name for name, parameter in policy.hf.named_parameters()}
     core = Core(
         recipe, world, folder, policy, optimizer, FlopCounter(policy), small=is_small(policy), names=names

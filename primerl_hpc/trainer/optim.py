@@ -10,31 +10,117 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from primerl_hpc.recipe.training_schema import AdamW, Optimizer
+from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.training_schema import AdamW as AdamWConfig
+from primerl_hpc.recipe.training_schema import Muon as MuonConfig
+from primerl_hpc.recipe.training_schema import SignSGD as SignSGDConfig
+from primerl_hpc.trainer.muon import Muon, local
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if isinstance(config, AdamW):
-        return torch.optim.AdamW(
+class Optimizers:
+    """Optimizers of disjoint parameters, stepped as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict]:
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+
+class SignSGD(torch.optim.Optimizer):
+    """W ← (1 − ηλ) W − η sign(G) (arXiv 1802.04434): no state beside the gradient."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trained:
+                continue
+            weights = [local(parameter) for parameter in trained]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            signs = torch._foreach_sign([local(parameter.grad) for parameter in trained])
+            torch._foreach_add_(weights, signs, alpha=-group["lr"])
+
+
+STATE_KINDS = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+    Muon: ("momentum_buffer",),
+    SignSGD: (),
+}
+"""The tensors that each keeps per parameter, shaped like it."""
+
+
+def build_optimizer(hf: nn.Module, recipe: Recipe) -> Optimizers:
+    config = recipe.optimizer
+    trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
+    if isinstance(config, AdamWConfig):
+        return Optimizers(_adamw(trained, config))
+    if isinstance(config, MuonConfig):
+        matrices = matrix_parameters(hf)
+        rest = [parameter for parameter in trained if parameter not in matrices]
+        muon = Muon(
+            [parameter for parameter in trained if parameter in matrices],
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            dtype=getattr(torch, recipe.trainer.param_dtype),
+        )
+        return Optimizers(muon, _adamw(rest, config)) if rest else Optimizers(muon)
+    if isinstance(config, SignSGDConfig):
+        return Optimizers(SignSGD(trained, lr=config.lr, weight_decay=config.weight_decay))
+    return Optimizers(
+        torch.optim.SGD(
             trained,
             lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
+            momentum=config.momentum,
+            nesterov=config.nesterov and config.momentum > 0,
             weight_decay=config.weight_decay,
-            fused=True,
+            foreach=True,  # torch has no fused SGD for sharded tensors
         )
-    return torch.optim.SGD(
-        trained,
-        lr=config.lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov and config.momentum > 0,
-        weight_decay=config.weight_decay,
-        foreach=True,  # torch has no fused SGD for sharded tensors
     )
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def matrix_parameters(hf: nn.Module) -> set[nn.Parameter]:
+    """Matrices that map hidden states to hidden states: neither embeddings nor head, fused experts included."""
+    tables = {module.weight for module in hf.modules() if isinstance(module, nn.Embedding)}
+    tables.add(hf.get_output_embeddings().weight)
+    return {
+        parameter
+        for name, parameter in hf.named_parameters()
+        if parameter not in tables and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
+    }
+
+
+def set_lr(optimizer: Optimizers, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -52,7 +138,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             continue
         device = grad.device
         key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
-        groups[key].append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        groups[key].append(local(grad))
     total = torch.zeros((), device=device, dtype=torch.float32)
     for (mesh, placements), grads in groups.items():
         squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
@@ -66,7 +152,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads], factor)
+    torch._foreach_mul_([local(grad) for grad in grads], factor)
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
@@ -76,7 +162,7 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
 # -- state by name -------------------------------------------------------------------------------------------------------
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+def state_tensors(optimizer: Optimizers, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
     """``optim.<kind>.<parameter>`` → state tensor shaped like the parameter, e.g. ``optim.exp_avg.lm_head.weight``."""
     return {
         f"optim.{kind}.{names[parameter]}": value
@@ -86,12 +172,12 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, st
     }
 
 
-def state_kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+def state_kinds(optimizer: Optimizers) -> list[str]:
     kinds = {kind for state in optimizer.state.values() for kind, value in state.items() if value is not None}
     return sorted(kinds - {"step"})
 
 
-def num_updates(optimizer: torch.optim.Optimizer) -> int:
+def num_updates(optimizer: Optimizers) -> int:
     """Updates made so far as the optimizer counts them (skipped steps are none); 0 where it does not count."""
     for state in optimizer.state.values():
         if "step" in state:
@@ -99,11 +185,13 @@ def num_updates(optimizer: torch.optim.Optimizer) -> int:
     return 0
 
 
-def make_state(optimizer: torch.optim.Optimizer, kinds: list[str], updates: int) -> None:
-    """Empty state of the given kinds, for a checkpoint to be read into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
-            if isinstance(optimizer, torch.optim.AdamW) and kinds:
-                state["step"] = torch.tensor(float(updates), device=parameter.device, dtype=torch.float32)
-            optimizer.state[parameter] = state
+def make_state(optimizer: Optimizers, kinds: list[str], updates: int) -> None:
+    """Empty state of those of ``kinds`` that each part keeps, for a checkpoint to be read into."""
+    for part in optimizer.parts:
+        own = [kind for kind in STATE_KINDS[type(part)] if kind in kinds]
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                state = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in own}
+                if isinstance(part, torch.optim.AdamW) and own:
+                    state["step"] = torch.tensor(float(updates), device=parameter.device, dtype=torch.float32)
+                part.state[parameter] = state

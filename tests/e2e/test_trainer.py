@@ -61,6 +61,20 @@ def send(run: RunDir, steps, *, ranks: int, spoil: bool = False) -> None:
         FilesystemSender(run).send(info, [rows[rank::ranks] for rank in range(ranks)])
 
 
+def deal(run: RunDir, steps, *, ranks: int) -> None:
+    """`send` for a number of ranks that does not divide the rows: idle ranks get an untrained token."""
+    for step in steps:
+        rng = np.random.default_rng(step)
+        rows = [random_row(rng, rng.integers(5, 40, 3).tolist(), num_envs=2) for _ in range(ROWS)]
+        dealt = [rows[rank::ranks] for rank in range(ranks)]
+        empty = random_row(rng, [1])
+        empty.loss_mask[:], empty.rl_weights[:] = False, 0
+        most = max(map(len, dealt))
+        FilesystemSender(run).send(
+            StepInfo(step=step, env_names=["a", "b"]), [each + [empty] * (most - len(each)) for each in dealt]
+        )
+
+
 def curve(run: RunDir, role: str = "trainer", *names: str) -> np.ndarray:
     names = names or ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/b/mean")
     return np.array([[row[name] for name in names] for row in read_steps(run.metrics(role)).values()])
@@ -100,16 +114,7 @@ def test_trainer_ends_done_with_a_whole_policy_version_per_step(straight):
 )
 def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(straight, tiny, tmp_path, ranks, changes):
     run = make_run(tmp_path, rl_recipe(tiny / "model", **changes), tiny / "model", ranks=ranks)
-    for step in (1, 2, 3):
-        rng = np.random.default_rng(step)
-        rows = [random_row(rng, rng.integers(5, 40, 3).tolist(), num_envs=2) for _ in range(ROWS)]
-        dealt = [rows[rank::ranks] for rank in range(ranks)]
-        empty = random_row(rng, [1])
-        empty.loss_mask[:], empty.rl_weights[:] = False, 0
-        most = max(map(len, dealt))
-        FilesystemSender(run).send(
-            StepInfo(step=step, env_names=["a", "b"]), [each + [empty] * (most - len(each)) for each in dealt]
-        )
+    deal(run, (1, 2, 3), ranks=ranks)
     code, log = run_role(run, "main", "trainer-0")
     assert code == 0, log
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
@@ -141,6 +146,28 @@ def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
     assert 2 in run.stable_weights()
     assert not list(run.checkpoints.rglob(".metadata"))
+
+
+def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path):
+    """Straight on one rank; the same on three, then from their checkpoint on two. Four experts: 2, 2 and 0 per rank."""
+    model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
+    muon = {"type": "muon", "lr": 3e-3}
+    straight = make_run(tmp_path / "straight", rl_recipe(model, optimizer=muon), model, ranks=1)
+    send(straight, (1, 2, 3), ranks=1)
+    code, log = run_role(straight, "main", "trainer-0")
+    assert code == 0, log
+
+    run = make_run(tmp_path / "run", rl_recipe(model, optimizer=muon, max_steps=2), model, ranks=3)
+    deal(run, (1, 2), ranks=3)
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    assert run.finish_checkpoint_side(2, "orchestrator", ("trainer", "orchestrator"))
+    make_run(tmp_path / "run", rl_recipe(model, optimizer=muon), model, ranks=2)
+    deal(run, (3,), ranks=2)
+    code, log = run_role(run, "main", "trainer-0")
+    assert code == 0, log
+    assert "resumed from checkpoint 2" in log
+    np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-4, atol=1e-6)
 
 
 def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(tiny, tmp_path):
