@@ -41,4 +41,5 @@ def command(
     click.echo(entry["key"])
     for name in ("type", "default", "meaning", "value", "origin", "keys"):
         if entry.get(name) not in (None, ""):
-            click.echo(f"  {name + ':':<9} {entry[name]}")
+            text = str(entry[name]).replace("\n", f"\n{'':<12}")
+            click.echo(f"  {name + ':':<9} {text}")

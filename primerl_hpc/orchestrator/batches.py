@@ -10,18 +10,18 @@ A batch in which nothing has a signal is not a step: with ``drop`` it is thrown 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.common.errors import ExitCode, RoleError
-from primerl_hpc.orchestrator.algorithms import compute_advantages
+from primerl_hpc.orchestrator.algorithms import Algorithm
 from primerl_hpc.orchestrator.dispatcher import Group
 from primerl_hpc.orchestrator.packing import Packed, TrainSample, pack
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.trajectories import Rollout
-from primerl_hpc.recipe.rollout_schema import Algorithm, Rollouts
+from primerl_hpc.recipe.rollout_schema import Rollouts
 from primerl_hpc.transport.rollouts import StepInfo
 
 ERROR_WINDOW_GROUPS = 100
@@ -46,7 +46,8 @@ class ScoredGroup:
     task: TaskRef
     rollouts: list[Rollout]
     versions: list[int]  # when each rollout started
-    advantages: NDArray[np.float64]
+    advantages: NDArray[np.float64]  # of each rollout, the mean over its traces
+    samples: list[list[TrainSample]]  # of each rollout, those that are shipped
     num_failed: int
 
     @property
@@ -55,7 +56,7 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        return bool(self.advantages.any())
+        return any(sample.has_signal for each in self.samples for sample in each)
 
 
 @dataclass
@@ -74,9 +75,16 @@ class Cut:
 
 class BatchCutter:
     def __init__(
-        self, rollouts: Rollouts, algorithm: Algorithm, *, seq_len: int, num_ranks: int, env_names: list[str]
+        self,
+        rollouts: Rollouts,
+        algorithms: list[Algorithm],
+        *,
+        seq_len: int,
+        num_ranks: int,
+        env_names: list[str],
     ) -> None:
-        self.rollouts, self.algorithm = rollouts, algorithm
+        """``algorithms[e]`` is training environment e's."""
+        self.rollouts, self.algorithms = rollouts, algorithms
         self.seq_len, self.num_ranks, self.env_names = seq_len, num_ranks, env_names
         self._queue: deque[ScoredGroup] = deque()
         self._window: deque[tuple[int, int]] = deque(
@@ -103,25 +111,10 @@ class BatchCutter:
         if not group.results:
             self._num_failed_groups += 1
             return None
-        results: list[Rollout] = group.results
-        advantages = compute_advantages(
-            self.algorithm,
-            [rollout.reward for rollout in results],
-            [rollout.output_tokens for rollout in results],
-            [rollout.input_tokens for rollout in results],
-            [rollout.num_turns for rollout in results],
-        )
-        scored = ScoredGroup(
-            group.group_id,
-            TaskRef(group.env, group.task),
-            results,
-            group.versions,
-            advantages,
-            group.num_failed,
-        )
+        scored = self._score(group)
         if self.rollouts.zero_advantage == "refill" and not scored.has_signal:
             self._num_refilled += 1
-            self._refilled_rollouts_in_a_row += len(results)
+            self._refilled_rollouts_in_a_row += len(scored.rollouts)
             if self._refilled_rollouts_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
                 self._give_up()
         else:
@@ -151,7 +144,7 @@ class BatchCutter:
         while count < self.rollouts.batch_size:
             groups.append(self._queue.popleft())
             count += len(groups[-1].rollouts)
-        samples = self._samples(groups)
+        samples = [sample for group in groups for each in group.samples for sample in each]
         if not samples:
             self._num_empty_in_a_row += 1
             if self._num_empty_in_a_row >= self.rollouts.max_empty_batches:
@@ -184,15 +177,34 @@ class BatchCutter:
         cut.packed = pack(cut.samples, seq_len=self.seq_len, num_ranks=self.num_ranks)
         return cut.packed
 
-    def _samples(self, groups: list[ScoredGroup]) -> list[TrainSample]:
-        keep_all = self.rollouts.zero_advantage == "keep"
-        return [
-            TrainSample(sample, float(advantage), group.task.env)
-            for group in groups
-            for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
-            if keep_all or advantage != 0
-            for sample in rollout.samples
+    def _score(self, group: Group) -> ScoredGroup:
+        rollouts: list[Rollout] = group.results
+        advantages = self.algorithms[group.env].advantages(rollouts)
+        return ScoredGroup(
+            group.group_id,
+            TaskRef(group.env, group.task),
+            rollouts,
+            group.versions,
+            advantages=np.asarray([each.mean() for each in advantages]),
+            samples=[
+                self._train_samples(rollout, each, group.env)
+                for rollout, each in zip(rollouts, advantages, strict=True)
+            ],
+            num_failed=group.num_failed,
+        )
+
+    def _train_samples(
+        self, rollout: Rollout, advantages: NDArray[np.float64], env: int
+    ) -> list[TrainSample]:
+        """``advantages[t]`` is of the rollout's trace t."""
+        algorithm = self.algorithms[env]
+        made = [
+            algorithm.train_sample(sample, float(advantages[sample.trace]), env) for sample in rollout.samples
         ]
+        if self.rollouts.zero_advantage == "keep":
+            return made
+        # without an advantage RL would still pull at the policy through its KL term
+        return [each if each.advantage else replace(each, rl_weight=0.0) for each in made if each.has_signal]
 
     def _judge_errors(self, num_failed: int, size: int) -> None:
         self._window.append((num_failed, size))

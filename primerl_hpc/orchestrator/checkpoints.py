@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 SIDES = ("trainer", "orchestrator")
 SIDE = "orchestrator"
-STATE_VERSION = 1
+STATE_VERSION = 2
 # A trainer is at most two batches behind when it saves; more are kept for a save that takes long.
 KEEP_SNAPSHOTS = 16
 

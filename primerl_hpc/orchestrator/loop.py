@@ -21,6 +21,7 @@ from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, Timeout
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.algorithms import algorithms_of
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
@@ -107,7 +108,7 @@ class Orchestrator:
         )
         self.cutter = BatchCutter(
             rollouts,
-            recipe.algorithm,
+            algorithms_of(recipe),
             seq_len=recipe.seq_len,
             num_ranks=num_data_ranks(phase),
             env_names=[environment.label for environment in recipe.environments.train],
@@ -349,7 +350,11 @@ class Orchestrator:
     def _state(self) -> dict[str, Any]:
         """All that a resumed orchestrator needs, as it is now, after a cut; JSON-able."""
         unfinished = self.cutter.queued_tasks + self.dispatcher.unfinished_tasks()
-        return {"sampler": self.sampler.state(unfinished), "totals": dict(self.totals)}
+        return {
+            "sampler": self.sampler.state(unfinished),
+            "algorithms": [algorithm.state() for algorithm in self.cutter.algorithms],
+            "totals": dict(self.totals),
+        }
 
     def _restore(self, state: dict[str, Any]) -> None:
         try:
@@ -358,6 +363,8 @@ class Orchestrator:
             raise DataError(
                 str(error), mend="resume with the environments that the run was started with"
             ) from error
+        for algorithm, learnt in zip(self.cutter.algorithms, state["algorithms"], strict=True):
+            algorithm.restore(learnt)
         self.totals = dict(state["totals"])
 
 

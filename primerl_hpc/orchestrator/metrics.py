@@ -85,7 +85,10 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
     metrics |= {
         "batch/rollouts": num_rollouts,
         "batch/samples": cut.info.num_samples,
-        "batch/trainable": sum(int((group.advantages != 0).sum()) for group in cut.groups) / num_rollouts,
+        "batch/trainable": sum(
+            any(sample.has_signal for sample in each) for group in cut.groups for each in group.samples
+        )
+        / num_rollouts,
         "batch/groups_without_signal": sum(not group.has_signal for group in cut.groups),
         "batch/groups_refilled": cut.num_refilled_groups,
         "batch/groups_failed": cut.failed_groups,

@@ -27,11 +27,28 @@ QUADRATIC_AT_TOKENS = 16_384
 
 @dataclass
 class TrainSample:
-    """A sample with what its group made of it."""
+    """A sample with what its group made of it: which losses train which of its tokens.
+
+    ``rl_weight`` and ``ref_kl_weight`` are for the sampled tokens. [N] streams that are None are zeros.
+    """
 
     sample: Sample
     advantage: float
     env_id: int
+    rl_weight: float = 1.0
+    ref_kl_weight: float = 0.0
+    ce_weights: NDArray[np.float32] | None = None
+    ref_logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether anything is learnt from it: an advantage of zero is nothing to RL."""
+        return bool(self.advantage * self.rl_weight or self.ref_kl_weight or self.ce_weights is not None)
+
+    def is_trained(self, seq_len: int) -> bool:
+        """Whether any of the first ``seq_len`` tokens has a weight."""
+        has_ce = self.ce_weights is not None and self.ce_weights[:seq_len].any()
+        return bool(has_ce or self.sample.loss_mask[:seq_len].any())
 
 
 @dataclass
@@ -108,7 +125,7 @@ def deal_rows(rows: list[list[int]], row_costs: list[float], num_ranks: int) -> 
 def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
     """All samples in rows of at most ``seq_len`` tokens; a dummy row of zero weight only where a rank would be idle."""
     num_truncated = sum(each.sample.num_tokens > seq_len for each in samples)
-    kept = [each for each in samples if each.sample.loss_mask[:seq_len].any()]
+    kept = [each for each in samples if each.is_trained(seq_len)]
     if not kept:
         dummies = [[_dummy_row()] for _ in range(num_ranks)]
         return Packed(dummies, num_truncated, len(samples), num_ranks, 0.0)
@@ -132,11 +149,18 @@ def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
 def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
     streams = [each.sample for each in samples]
     lengths = np.minimum([stream.num_tokens for stream in streams], seq_len).astype(np.int64)
-    total = int(lengths.sum())
     loss_mask = np.concatenate([stream.loss_mask[:seq_len] for stream in streams])
 
     def spread(values: list[float], dtype: type) -> NDArray:
         return np.repeat(np.asarray(values, dtype=dtype), lengths)
+
+    def join(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32]:
+        return np.concatenate(
+            [
+                np.zeros(length, np.float32) if part is None else part[:length]
+                for part, length in zip(parts, lengths, strict=True)
+            ]
+        )
 
     return MicroBatch(
         input_ids=np.concatenate([stream.token_ids[:seq_len] for stream in streams]),
@@ -145,10 +169,10 @@ def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
         advantages=spread([each.advantage for each in samples], np.float32) * loss_mask,
         inference_logprobs=np.concatenate([stream.logprobs[:seq_len] for stream in streams]),
         temperatures=spread([stream.temperature for stream in streams], np.float32),
-        rl_weights=loss_mask.astype(np.float32),
-        ce_weights=np.zeros(total, np.float32),
-        ref_kl_weights=np.zeros(total, np.float32),
-        ref_logprobs=np.zeros(total, np.float32),
+        rl_weights=spread([each.rl_weight for each in samples], np.float32) * loss_mask,
+        ce_weights=join([each.ce_weights for each in samples]),
+        ref_kl_weights=spread([each.ref_kl_weight for each in samples], np.float32) * loss_mask,
+        ref_logprobs=join([each.ref_logprobs for each in samples]),
         env_ids=spread([each.env_id for each in samples], np.int32),
         sample_lengths=lengths,
     )

@@ -11,7 +11,7 @@ A node that several paths share is trained in the first of them only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
+    from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import Trace
 
 ENGINE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+# Roles whose text an environment wrote; their codes in `Sample.roles` are their places here. 0: everything else.
+ROLES = ("", "system", "user", "tool")
 
 
 class RolloutFailed(Exception):
@@ -43,17 +46,27 @@ class Sample:
     loss_mask: NDArray[np.bool_]  # sampled by the policy, and trained in this sample
     logprobs: NDArray[np.float32]  # log μ, temperature-scaled; 0 where not trained
     temperature: float
+    trace: int = 0  # which of the rollout's traces it is of
+    roles: NDArray[np.uint8] | None = None  # text of environment messages not in an earlier sample; see ROLES
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class AgentTrace:
+    """What one agent did and got in a rollout."""
+
+    agent: str
+    reward: float
+
+
 @dataclass
 class Rollout:
     """One scored episode."""
 
-    reward: float
+    reward: float  # mean over its traces
     samples: list[Sample]
     output_tokens: int  # sampled
     input_tokens: int  # prompt and replies of the environment, each counted once
@@ -64,6 +77,10 @@ class Rollout:
     text: list[dict[str, str]] = field(default_factory=list)  # messages of the last path, for people
     last_version: int = 0  # policy version that was live when it finished
     seconds: float = 0.0
+    traces: list[AgentTrace] = field(default_factory=list)  # default: one, of an agent called ``agent``
+
+    def __post_init__(self) -> None:
+        self.traces = self.traces or [AgentTrace("agent", self.reward)]
 
 
 def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_tokens: bool = True) -> Rollout:
@@ -75,7 +92,11 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if not traces:
         raise RolloutFailed("EmptyEpisode", "no trainable trace")
-    samples = [sample for trace in traces for sample in samples_of(trace, temperature)]
+    samples = [
+        replace(sample, trace=index)
+        for index, trace in enumerate(traces)
+        for sample in samples_of(trace, temperature)
+    ]
     if need_tokens and not samples:
         raise RolloutFailed("EmptyTrajectory", "no sampled token came back")
     nodes = [node for trace in traces for node in trace.nodes]
@@ -100,22 +121,24 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
             if value is not None
         },
         text=[_plain(message) for message in traces[-1].messages],
+        traces=[AgentTrace(trace.agent.name, trace.reward) for trace in traces],
     )
 
 
 def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
-    """Every sampled token of the trace in exactly one sample."""
+    """Every sampled token of the trace in exactly one sample, and so every message of the environment."""
     samples: list[Sample] = []
-    trained: set[int] = set()
+    seen: set[int] = set()
     for branch in trace.branches:
         if not branch.trainable:
             continue
         mask: list[bool] = []
+        roles: list[int] = []
         for node in branch.nodes:
-            is_fresh = node.sampled and id(node) not in trained
-            mask += node.mask if is_fresh else [False] * len(node.mask)
-            if is_fresh:
-                trained.add(id(node))
+            is_fresh = id(node) not in seen
+            mask += node.mask if node.sampled and is_fresh else [False] * len(node.mask)
+            roles += _role_codes(node) if is_fresh else [0] * len(node.token_ids)
+            seen.add(id(node))
         if not any(mask):
             continue
         loss_mask = np.asarray(mask, dtype=np.bool_)
@@ -127,9 +150,28 @@ def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
                 loss_mask=loss_mask,
                 logprobs=np.where(loss_mask, logprobs, np.float32(0)),
                 temperature=temperature,
+                roles=np.asarray(roles, dtype=np.uint8),
             )
         )
     return samples
+
+
+def role_tokens(sample: Sample, role: str) -> NDArray[np.bool_]:
+    """Which tokens are text of the environment's messages of that role. [N]"""
+    if sample.roles is None:
+        return np.zeros(sample.num_tokens, np.bool_)
+    return sample.roles == ROLES.index(role)
+
+
+def _role_codes(node: MessageNode) -> list[int]:
+    """Code of each of the node's tokens: of its role where the environment's text is, 0 in template and replies."""
+    role = node.message.role
+    if node.sampled or role not in ROLES:
+        return [0] * len(node.token_ids)
+    code = ROLES.index(role)
+    if len(node.is_content) != len(node.token_ids):  # a renderer that does not tell text from template
+        return [code] * len(node.token_ids)
+    return [code if is_content else 0 for is_content in node.is_content]
 
 
 def _raise_if_failed(episode: Episode[Any, Any, Any]) -> None:

@@ -93,9 +93,9 @@ def explain(root: type[BaseModel], key: str, loaded: LoadedRecipe | None = None)
     field = block.model_fields[name]
     entry: dict[str, Any] = {
         "key": key,
-        "type": type_name(field.annotation),
+        "type": " | ".join(dict.fromkeys(type_name(each.model_fields[name].annotation) for each in blocks)),
         "default": _default(field),
-        "meaning": field_doc(block, name),
+        "meaning": field_doc(block, name) or _branches(blocks, name),
     }
     inner = block_at(root, path)
     if inner is not None:
@@ -129,6 +129,16 @@ def _owners(root: type[BaseModel], path: tuple[str, ...], name: str) -> list[typ
         for each in current
         if inspect.isclass(each) and issubclass(each, BaseModel) and name in each.model_fields
     ]
+
+
+def _branches(blocks: list[type[BaseModel]], name: str) -> str:
+    """Of the key that tells the branches of a union apart: what each branch is."""
+    if name != "type" or len(blocks) < 2:
+        return ""
+    return "\n".join(
+        f"{type_name(each.model_fields[name].annotation)}: {' '.join((inspect.getdoc(each) or '').split())}"
+        for each in blocks
+    )
 
 
 def _default(field: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The rollout half of a recipe: environments, sampling, batches, staleness, algorithms."""
+"""The rollout half of a recipe: environments, sampling, batches, staleness."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from primerl_hpc.common.block import (
     Scalar,
 )
 from primerl_hpc.common.names import is_valid_name
+from primerl_hpc.recipe.algorithm_schema import Algorithm
 
 
 class Sampling(Block):
@@ -54,6 +55,8 @@ class Environment(Block):
 class TrainEnvironment(Environment):
     ratio: PositiveFloat = 1.0
     """Share of groups drawn from this environment, relative to the others'."""
+    algorithm: Algorithm | None = None
+    """Default: the recipe's algorithm."""
 
 
 class EvalEnvironment(Environment):
@@ -103,28 +106,10 @@ class Rollouts(Block):
     sampling: Sampling = Sampling()
 
 
-class LengthPenalty(Block):
-    """Linear penalty on the group's mean reward p: r' = r - p (w_out out/max out + w_in in/max in + w_turn turns/max turns)."""
-
-    output_weight: NonNegativeFloat = 0.25
-    input_weight: NonNegativeFloat = 0.1
-    turn_weight: NonNegativeFloat = 0.1
-
-
-class Algorithm(Block):
-    """How rewards become advantages."""
-
-    type: Literal["grpo", "grpo_std", "rloo", "opo", "max_rl"] = "grpo"
-    """grpo: r - group mean; grpo_std: also divided by the group's standard deviation; rloo: leave-one-out mean; opo: length-weighted mean; max_rl: (r - mean) / mean."""
-    length_penalty: LengthPenalty | None = None
-
-
 __all__ = [
-    "Algorithm",
     "Environment",
     "Environments",
     "EvalEnvironment",
-    "LengthPenalty",
     "Rollouts",
     "Sampling",
     "TrainEnvironment",

@@ -1,7 +1,7 @@
 """The recipe: *what* to train, one path per setting.
 
-`Recipe` mirrors the YAML top to bottom; blocks about rollouts are in ``rollout_schema.py``, about the optimizer,
-losses, data and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from
+`Recipe` mirrors the YAML top to bottom; blocks about rollouts are in ``rollout_schema.py`` and
+``algorithm_schema.py``, about the optimizer, losses, data and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from
 here by all of them. Derived values are properties.
 """
 
@@ -22,7 +22,8 @@ from primerl_hpc.common.block import (
     Scalar,
 )
 from primerl_hpc.common.names import Kind, is_valid_name
-from primerl_hpc.recipe.rollout_schema import Algorithm, Environments, Rollouts
+from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
+from primerl_hpc.recipe.rollout_schema import Environments, Rollouts
 from primerl_hpc.recipe.training_schema import (
     SFT,
     AdamW,
@@ -161,7 +162,8 @@ class Recipe(Block):
     layout: Layout = Layout()
     environments: Environments = Environments()
     rollouts: Rollouts = Rollouts()
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = GRPO()
+    """How rewards become advantages; an environment may have its own."""
     loss: Loss = DPPOLoss()
     optimizer: Optimizer = AdamW()
     scheduler: Scheduler = Constant()

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.orchestrator.algorithms import make_algorithm
 from primerl_hpc.orchestrator.batches import BatchCutter, NoSignalError, TooManyErrorsError
 from primerl_hpc.orchestrator.dispatcher import Group, Split
 from primerl_hpc.orchestrator.trajectories import Rollout, Sample
-from primerl_hpc.recipe.rollout_schema import Algorithm, Rollouts
+from primerl_hpc.recipe.algorithm_schema import GRPO, Echo
+from primerl_hpc.recipe.rollout_schema import Rollouts
 
 
 def rollout(reward: float) -> Rollout:
@@ -31,9 +33,11 @@ def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int 
     return made
 
 
-def cutter(**changes) -> BatchCutter:
+def cutter(*, algorithm=None, **changes) -> BatchCutter:
     rollouts = Rollouts(batch_size=4, group_size=2, **changes)
-    return BatchCutter(rollouts, Algorithm(type="grpo"), seq_len=32, num_ranks=2, env_names=["reverse-text"])
+    return BatchCutter(
+        rollouts, [make_algorithm(algorithm or GRPO())], seq_len=32, num_ranks=2, env_names=["reverse-text"]
+    )
 
 
 def cut_of(made: BatchCutter, step: int = 1, min_fresh: int = -10):
@@ -88,6 +92,20 @@ def test_keep_ships_samples_without_a_signal_too():
     made.add(group([0.0, 1.0]))
     made.add(group([1.0, 1.0]))
     assert cut_of(made).info.num_samples == 4
+
+
+def test_what_only_another_loss_learns_from_is_shipped_without_weight_in_rl():
+    made = cutter(algorithm=Echo(alpha={"user": 0.5}))
+    given = group([1.0, 1.0])
+    for each in given.results:
+        each.samples[0].roles = np.array([0, 2, 0, 0, 0, 0], np.uint8)
+    made.add(given)
+    made.add(group([0.0, 1.0]))
+    cut = cut_of(made)
+    assert [sample.rl_weight for sample in cut.samples] == [0.0, 0.0, 1.0, 1.0]
+    rows = [row for rank in cut.packed.ranks for row in rank]
+    assert sum(int((row.rl_weights != 0).sum()) for row in rows) == 6
+    assert sorted(weight for row in rows for weight in row.ce_weights[row.ce_weights != 0]) == [0.5, 0.5]
 
 
 def test_refill_does_not_count_groups_without_a_signal():

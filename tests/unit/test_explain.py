@@ -23,6 +23,12 @@ def test_explain_finds_keys_of_every_branch_of_a_union() -> None:
     assert explain(Recipe, "optimizer.momentum")["default"] == 0.9
 
 
+def test_explain_tells_what_each_branch_of_a_union_is() -> None:
+    entry = explain(Recipe, "algorithm.type")
+    assert {"grpo", "rae", "custom"} <= set(entry["type"].split(" | "))
+    assert "rae: Self-play" in entry["meaning"]
+
+
 def test_explain_offers_the_nearest_key() -> None:
     with pytest.raises(NotFoundError, match=r"optimizer\.lr"):
         explain(Recipe, "lr")

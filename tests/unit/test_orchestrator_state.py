@@ -65,7 +65,7 @@ def test_trainer_that_stopped_is_believed_only_when_a_stop_was_asked_for(run):
     assert follower.stopped_at() == 4
 
 
-@pytest.mark.parametrize("state", [{"version": 0, "step": 2}, {"version": 1, "step": 3}])
+@pytest.mark.parametrize("state", [{"version": 0, "step": 2}, {"version": 2, "step": 3}])
 def test_foreign_state_is_refused_with_its_path(run, state):
     path = run.checkpoint_side(2, "orchestrator") / "state.json"
     write_json(path, state)

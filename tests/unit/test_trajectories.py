@@ -7,9 +7,9 @@ import pytest
 from verifiers.v1.episode import WireEpisode
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Error, WireTrace
-from verifiers.v1.types import AssistantMessage, UserMessage
+from verifiers.v1.types import AssistantMessage, ToolMessage, UserMessage
 
-from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of, samples_of
+from primerl_hpc.orchestrator.trajectories import RolloutFailed, role_tokens, rollout_of, samples_of
 
 TASK = {"type": "Task", "data": {"idx": 0, "prompt": "say it"}, "key": "k", "hash": "h"}
 AGENT = {"config": {"harness": {"id": "inproc-chat"}, "runtime": {"type": "subprocess"}}}
@@ -35,7 +35,7 @@ def reply(ids: list[int], parent: int, *, scaffold: int = 1) -> MessageNode:
 
 
 def trace(nodes: list[MessageNode], *, reward: float = 1.0, ok: bool = True, **fields) -> WireTrace:
-    made = WireTrace.model_validate({"task": TASK, "agent": AGENT, "ok": ok, **fields})
+    made = WireTrace.model_validate({"task": TASK, "agent": AGENT, "ok": ok} | fields)
     made.nodes = nodes
     made.record_reward("similarity", reward)
     return made
@@ -76,6 +76,33 @@ def test_a_rewritten_history_starts_a_new_sample_and_a_shared_reply_is_trained_o
     trained = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
     assert trained == [[4, 7], [8]]
     assert samples[1].logprobs[3] == 0  # trained in the first sample, so no probability here
+
+
+def test_text_of_environment_messages_is_marked_once_and_their_template_not():
+    tool = MessageNode(
+        parent=1,
+        message=ToolMessage(tool_call_id="c", content="42"),
+        token_ids=[9, 7, 9],
+        mask=[False] * 3,
+        is_content=[False, True, False],
+    )
+    nodes = [prompt([1, 2]), reply([9, 4], 0), tool, reply([9, 7], 2), prompt([6], 1), reply([9, 8], 4)]
+    first, second = samples_of(trace(nodes), 1.0)
+    assert role_tokens(first, "tool").tolist() == [False] * 5 + [True] + [False] * 3
+    assert np.flatnonzero(role_tokens(first, "user")).tolist() == [0, 1]
+    assert np.flatnonzero(role_tokens(second, "user")).tolist() == [4]  # the prompt is in the first sample
+
+
+def test_samples_and_rewards_of_several_agents_are_told_apart():
+    seats = [{**AGENT, "name": name} for name in ("proposer", "solver")]
+    traces = [
+        trace([prompt([1]), reply([9, 4], 0)], reward=reward, agent=seat)
+        for reward, seat in zip((0.5, 1.0), seats, strict=True)
+    ]
+    found = rollout_of(episode(*traces), temperature=1.0)
+    assert [(each.agent, each.reward) for each in found.traces] == [("proposer", 0.5), ("solver", 1.0)]
+    assert [sample.trace for sample in found.samples] == [0, 1]
+    assert found.reward == 0.75
 
 
 def test_first_token_is_never_trained():

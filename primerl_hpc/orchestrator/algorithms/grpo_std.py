@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.orchestrator.algorithms.base import GroupBaseline
+
 EPS = 1e-8
 
 
-def grpo_std(rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A_i = (r_i - mean(r)) / (std(r) + ε), with G-1 in the standard deviation as TRL and verl have it. Shapes [G]."""
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+class GrpoStd(GroupBaseline):
+    def compare(self, rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """A_i = (r_i - mean(r)) / (std(r) + ε), with G-1 in the standard deviation as TRL and verl have it."""
+        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+
+
+ALGORITHM = GrpoStd

@@ -1,31 +1,58 @@
-"""Takes a share of the group's mean reward away from rollouts that are long beside their siblings."""
+"""Short rollouts are worth more than long ones of the same reward, in one of two forms."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.recipe.rollout_schema import LengthPenalty
+from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.recipe.algorithm_schema import CorrectLengthPenalty, LengthPenalty, LinearLengthPenalty
 
 
-def penalize_length(
-    penalty: LengthPenalty,
+def penalize_length(penalty: LengthPenalty | None, group: Sequence[Rollout]) -> NDArray[np.float64]:
+    """The group's rewards [G] after the penalty; as they are without one."""
+    rewards = np.asarray([rollout.reward for rollout in group], dtype=np.float64)
+    if penalty is None:
+        return rewards
+    outputs = np.asarray([rollout.output_tokens for rollout in group], dtype=np.float64)
+    inputs = np.asarray([rollout.input_tokens for rollout in group], dtype=np.float64)
+    turns = np.asarray([rollout.num_turns for rollout in group], dtype=np.float64)
+    if isinstance(penalty, LinearLengthPenalty):
+        return _linear(penalty, rewards, outputs, inputs, turns)
+    cost = turns if penalty.cost == "turns" else _tokens(penalty, outputs, inputs)
+    return _correct(rewards, cost)
+
+
+def _linear(
+    penalty: LinearLengthPenalty,
     rewards: NDArray[np.float64],
-    output_tokens: NDArray[np.int64],
-    input_tokens: NDArray[np.int64],
-    num_turns: NDArray[np.int64],
+    outputs: NDArray[np.float64],
+    inputs: NDArray[np.float64],
+    turns: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """r'_i = r_i - p (w_out out_i/max out + w_in in_i/max in + w_turn turns_i/max turns), p = mean(r). Shapes [G].
-
-    ``output_tokens`` were sampled; ``input_tokens`` are prompt and environment replies.
-    """
-
-    def relative(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        return counts / max(int(counts.max()), 1)
-
+    """r'_i = r_i - p (w_out out_i/max out + w_in in_i/max in + w_turn turns_i/max turns), p = mean(r)."""
     share = (
-        penalty.output_weight * relative(output_tokens)
-        + penalty.input_weight * relative(input_tokens)
-        + penalty.turn_weight * relative(num_turns)
+        penalty.output_weight * outputs / max(outputs.max(), 1)
+        + penalty.input_weight * inputs / max(inputs.max(), 1)
+        + penalty.turn_weight * turns / max(turns.max(), 1)
     )
     return rewards - rewards.mean() * share
+
+
+def _tokens(
+    penalty: CorrectLengthPenalty, outputs: NDArray[np.float64], inputs: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    return penalty.output_weight * outputs + penalty.input_weight * inputs
+
+
+def _correct(rewards: NDArray[np.float64], cost: NDArray[np.float64]) -> NDArray[np.float64]:
+    """r'_i = r_i (1 + clamp(1 - c_i / c̄, 0, 1)) where r_i = max r > 0, c̄ the mean cost of those; r_i elsewhere."""
+    best = rewards.max()
+    if best <= 0:
+        return rewards
+    is_best = rewards == best
+    mean_cost = cost[is_best].mean()
+    bonus = np.clip(1 - cost / mean_cost, 0, 1) if mean_cost > 0 else np.zeros_like(cost)
+    return rewards * (1 + bonus * is_best)

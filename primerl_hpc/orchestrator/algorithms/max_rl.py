@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.orchestrator.algorithms.base import GroupBaseline
 
-def max_rl(rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A_i = (r_i - mean(r)) / mean(r); zeros where mean(r) ≤ 0. Shapes [G]."""
-    mean = rewards.mean()
-    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+class MaxRl(GroupBaseline):
+    def compare(self, rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """A_i = (r_i - mean(r)) / mean(r); zeros where mean(r) ≤ 0."""
+        mean = rewards.mean()
+        return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+ALGORITHM = MaxRl

@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.orchestrator.algorithms.base import GroupBaseline
 
-def rloo(rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A_i = r_i - 1/(G-1) Σ_{j≠i} r_j = G/(G-1) (r_i - mean(r)); zero for a group of one. Shapes [G]."""
-    size = len(rewards)
-    if size < 2:
-        return np.zeros_like(rewards)
-    return size / (size - 1) * (rewards - rewards.mean())
+
+class Rloo(GroupBaseline):
+    def compare(self, rewards: NDArray[np.float64], output_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """A_i = r_i - 1/(G-1) Σ_{j≠i} r_j = G/(G-1) (r_i - mean(r))."""
+        size = len(rewards)
+        return size / (size - 1) * (rewards - rewards.mean())
+
+
+ALGORITHM = Rloo

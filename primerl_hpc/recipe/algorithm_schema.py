@@ -1,0 +1,132 @@
+"""Algorithms: what the rewards of a group make of its tokens. One block per file of ``orchestrator/algorithms``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from primerl_hpc.common.block import Block, Fraction, NonNegativeFloat, PositiveFloat, default_type
+
+
+class LinearLengthPenalty(Block):
+    """Linear penalty on the group's mean reward p: r' = r - p (w_out out/max out + w_in in/max in + w_turn turns/max turns)."""
+
+    type: Literal["linear"] = "linear"
+    output_weight: NonNegativeFloat = 0.25
+    input_weight: NonNegativeFloat = 0.1
+    turn_weight: NonNegativeFloat = 0.1
+
+
+class CorrectLengthPenalty(Block):
+    """Bonus for the cheap among the group's best: r' = r (1 + clamp(1 - c / mean c of the best, 0, 1)); the others keep r."""
+
+    type: Literal["correct"] = "correct"
+    cost: Literal["tokens", "turns"] = "tokens"
+    """What is cheap: weighted tokens, or turns."""
+    output_weight: NonNegativeFloat = 1.0
+    """Weight of a sampled token in the cost."""
+    input_weight: NonNegativeFloat = 1.0
+    """Weight of a token of the prompt or of an environment's reply."""
+
+
+LengthPenalty = Annotated[
+    Annotated[LinearLengthPenalty | CorrectLengthPenalty, Field(discriminator="type")],
+    default_type("linear"),
+]
+
+
+class GRPO(Block):
+    """A = r - mean(r) over the group, without division by the standard deviation."""
+
+    type: Literal["grpo"] = "grpo"
+    length_penalty: LengthPenalty | None = None
+
+
+class GRPOStd(Block):
+    """A = (r - mean(r)) / (std(r) + 1e-8) over the group."""
+
+    type: Literal["grpo_std"] = "grpo_std"
+    length_penalty: LengthPenalty | None = None
+
+
+class RLOO(Block):
+    """A = r - mean of the others' r."""
+
+    type: Literal["rloo"] = "rloo"
+    length_penalty: LengthPenalty | None = None
+
+
+class OPO(Block):
+    """A = r - mean of r weighted by the number of sampled tokens."""
+
+    type: Literal["opo"] = "opo"
+    length_penalty: LengthPenalty | None = None
+
+
+class MaxRL(Block):
+    """A = (r - mean(r)) / mean(r); nothing where mean(r) ≤ 0."""
+
+    type: Literal["max_rl"] = "max_rl"
+    length_penalty: LengthPenalty | None = None
+
+
+class RAE(Block):
+    """Self-play: A = r - b with a moving baseline b for each agent, b ← decay b + (1 - decay) r; needs no group."""
+
+    type: Literal["rae"] = "rae"
+    decay: Fraction = 0.95
+
+
+class HierarchicalGRPO(Block):
+    """Several agents: some are compared inside one episode, the others with the same agent across the group."""
+
+    type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    episode_agents: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Agents that play several times in an episode and are compared there (the solvers of a proposer-solver game)."""
+
+
+class Echo(Block):
+    """grpo on what the policy sampled, and a small cross-entropy on what the environment said to it."""
+
+    type: Literal["echo"] = "echo"
+    alpha: dict[Literal["system", "user", "tool"], PositiveFloat] = Field(
+        default_factory=lambda: {"tool": 0.1}
+    )
+    """Weight of the cross-entropy on the message text of each of these roles."""
+    length_penalty: LengthPenalty | None = None
+
+
+class Custom(Block):
+    """Advantages from a function of yours, called once per group."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """``package.module:function``: gets the group's rollouts (`orchestrator.trajectories.Rollout`), returns one finite number for each."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments of the function."""
+
+
+Algorithm = Annotated[
+    Annotated[
+        GRPO | GRPOStd | RLOO | OPO | MaxRL | RAE | HierarchicalGRPO | Echo | Custom,
+        Field(discriminator="type"),
+    ],
+    default_type("grpo"),
+]
+
+__all__ = [
+    "GRPO",
+    "OPO",
+    "RAE",
+    "RLOO",
+    "Algorithm",
+    "CorrectLengthPenalty",
+    "Custom",
+    "Echo",
+    "GRPOStd",
+    "HierarchicalGRPO",
+    "LengthPenalty",
+    "LinearLengthPenalty",
+    "MaxRL",
+]
