@@ -6,20 +6,19 @@ import dataclasses
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json, profile_option
+from primerl_hpc.cli.options import json_option, load_chosen_profile, print_json, profile_option
 
 
-@click.command("doctor", epilog="Example:  primerl-hpc doctor --profile h100x64")
+@click.command("doctor", epilog="Example:  primerl-hpc doctor --profile h100x64 --partition debug")
 @profile_option
 @json_option
 def command(profile_name: str | None, as_json: bool) -> int:
     """Look whether runs of this profile can be submitted from here; queue nothing."""
-    from primerl_hpc.cluster.load import load_profile
     from primerl_hpc.common import env
     from primerl_hpc.common.errors import ExitCode
     from primerl_hpc.launch.doctor import examine
 
-    profile = load_profile(profile_name or env.default_profile() or "local").profile
+    profile = load_chosen_profile(profile_name or env.default_profile() or "local").profile
     findings = []
     for finding in examine(profile):
         findings.append(finding)

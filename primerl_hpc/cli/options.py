@@ -11,9 +11,43 @@ import click
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 
-profile_option = click.option(
-    "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
-)
+_CHANGES = "primerl_hpc.profile_overrides"
+_JOB_OPTIONS = ("partition", "account", "qos", "time", "reservation")
+"""Keys of ``scheduler`` that differ from run to run and so have a flag of their own, named as sbatch names it."""
+
+
+def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Collects ``scheduler.time=60`` for `load_chosen_profile`; the flags stand above ``--profile-set``."""
+    if not value:
+        return
+    changes = ctx.meta.setdefault(_CHANGES, [])
+    if param.name == "profile_set":
+        changes[:0] = value
+    else:
+        changes.append(f"scheduler.{param.name}={value}")
+
+
+def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--profile P``, ``--profile-set k=v`` and the flags of the most usual keys, e.g. ``--time``."""
+    for name in reversed(_JOB_OPTIONS):
+        flag = click.option(
+            f"--{name}", callback=_note_change, expose_value=False, help=f"scheduler.{name} of the profile."
+        )
+        function = flag(function)
+    change = click.option(
+        *("--profile-set", "profile_set"),
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_note_change,
+        expose_value=False,
+        help="Override a key of the profile; repeatable.",
+    )
+    choose = click.option(
+        "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
+    )
+    return choose(change(function))
+
+
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable."
 )
@@ -30,7 +64,6 @@ def recipe_and_profile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def load_both(recipe: str, profile_name: str | None, overrides: tuple[str, ...]) -> tuple[Any, Any]:
     """The loaded recipe and profile. Raises ConfigError, NotFoundError."""
-    from primerl_hpc.cluster.load import load_profile
     from primerl_hpc.recipe.load import load_recipe
 
     name = profile_name or env.default_profile()
@@ -39,7 +72,14 @@ def load_both(recipe: str, profile_name: str | None, overrides: tuple[str, ...])
 
         known = ", ".join(each.removesuffix(".yaml") for each in list_assets("cluster_profiles"))
         raise ConfigError("no cluster profile was given", mend=f"use --profile with one of: {known}")
-    return load_recipe(recipe, overrides=list(overrides)), load_profile(name)
+    return load_recipe(recipe, overrides=list(overrides)), load_chosen_profile(name)
+
+
+def load_chosen_profile(name: str) -> Any:
+    """The profile with what this command line changes in it. Raises ConfigError, NotFoundError."""
+    from primerl_hpc.cluster.load import load_profile
+
+    return load_profile(name, overrides=click.get_current_context().meta.get(_CHANGES, ()))
 
 
 def print_json(value: Any) -> None:

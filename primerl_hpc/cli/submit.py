@@ -12,6 +12,8 @@ EPILOG = """\b
 Examples:
   primerl-hpc submit recipes/reverse_text/tiny.yaml -p local --follow
   primerl-hpc submit my.yaml -p h100x64 --set max_steps=200 --dry-run
+  primerl-hpc submit my.yaml -p h100x64 --partition debug --time 30
+  primerl-hpc submit my.yaml -p h100x64 --profile-set scheduler.exclude=n07
 """
 
 

@@ -1,15 +1,23 @@
-"""Reads a cluster profile: a path, or the name of a shipped or own one (``local``, ``h100x64``)."""
+"""Reads a cluster profile: a path, or the name of a shipped or own one (``local``, ``h100x64``).
+
+loaded = load_profile("h100x64", overrides=["scheduler.time=02:00:00"])
+loaded.profile.scheduler.time, loaded.document.origins["scheduler.time"]      # '02:00:00', '--profile-set'
+
+Over the file lie the environment (``PRIMERL_PROFILE__SCHEDULER__TIME``) and ``--profile-set``; later ones win.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common import env
 from primerl_hpc.common.assets import find_asset
-from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.validate import validate
-from primerl_hpc.common.yamldoc import Document, load_yaml
+from primerl_hpc.common.errors import ConfigError, NotFoundError
+from primerl_hpc.common.validate import is_text, validate
+from primerl_hpc.common.yamldoc import Document, dump_yaml, from_override, load_yaml
 
 
 @dataclass(frozen=True)
@@ -17,9 +25,18 @@ class LoadedProfile:
     profile: Profile
     document: Document
     path: Path
+    is_changed: bool = False
+    """By overrides, so that the file alone does not tell it."""
+
+    @property
+    def text(self) -> str:
+        """YAML of the profile as it is used: the file itself with its comments, or what overrides made of it."""
+        return dump_yaml(self.document.values) if self.is_changed else self.path.read_text()
 
 
-def load_profile(name: str) -> LoadedProfile:
+def load_profile(
+    name: str, *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> LoadedProfile:
     """Raises NotFoundError naming the known profiles, ConfigError with file, line and key."""
     path = Path(name)
     if not path.is_file():
@@ -28,4 +45,17 @@ def load_profile(name: str) -> LoadedProfile:
         except NotFoundError as error:
             raise NotFoundError(f"no cluster profile '{name}'", mend=error.mend) from None
     document = load_yaml(path)
-    return LoadedProfile(validate(Profile, document), document, path)
+    changes = [_split(text) for text in overrides]
+    above = [(key, value, variable) for variable, key, value in env.profile_overrides(environ)]
+    for key, value, origin in [*above, *((key, value, "--profile-set") for key, value in changes)]:
+        document = document.overlay(from_override(key, value, origin, is_text=is_text(Profile, key)))
+    return LoadedProfile(validate(Profile, document), document, path, is_changed=bool(above or changes))
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(
+            f"--profile-set {text!r} is not of the form key=value", mend="write e.g. scheduler.time=02:00:00"
+        )
+    return key.strip(), value

@@ -9,36 +9,76 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from primerl_hpc.cluster import directives
 from primerl_hpc.common.block import (
     Block,
     Bool,
+    Int,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
 from primerl_hpc.common.names import Role, is_valid_name
+from primerl_hpc.common.slurm import minutes
 
-_TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
+_TIME = re.compile(r"(\d+-\d+(:\d{2}){0,2}|\d+(:\d{2}){0,2}|UNLIMITED|INFINITE)")
+
+
+def _bare_number(value: object) -> object:
+    """A number without unit is minutes or MiB, as SLURM has it."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _check_time(value: str) -> str:
     if not _TIME.fullmatch(value):
-        raise ValueError(
-            "must be a SLURM time such as 30, 04:00:00 or 2-12:00:00 (quote it: YAML reads 4:00 as 240)"
-        )
+        raise ValueError("must be a SLURM time such as 30 (minutes), 04:00:00 or 2-12:00:00")
+    return value
+
+
+def _check_memory(value: str) -> str:
+    if not re.fullmatch(r"\d+[KMGT]?B?", value):
+        raise ValueError("must be memory as SLURM writes it, such as 480G or 0")
     return value
 
 
 def _check_one_line(value: str) -> str:
-    if any(ord(char) < 32 for char in value):
+    if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise ValueError("must be one line without control characters")
     return value
 
 
-SlurmTime = Annotated[str, AfterValidator(_check_time)]
-OneLine = Annotated[str, AfterValidator(_check_one_line)]
+def _check_given(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty; write null for none")
+    return value
+
+
+def _check_word(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", value):
+        raise ValueError("must be one word of letters, digits, '_', '.', '+' and '-'")
+    return value
+
+
+def _check_variables(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} cannot be the name of an environment variable")
+        if "\0" in text:
+            raise ValueError(f"the value of {name} has a NUL character")
+    return value
+
+
+SlurmTime = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_time)]
+OneLine = Annotated[str, AfterValidator(_check_one_line), AfterValidator(_check_given)]
+Word = Annotated[str, AfterValidator(_check_word)]
+Memory = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_memory)]
+Variables = Annotated[dict[str, str], AfterValidator(_check_variables)]
+MailType = Literal[
+    *("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT"),
+    *("TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50"),
+]
 
 
 class Scheduler(Block):
@@ -47,33 +87,106 @@ class Scheduler(Block):
     type: Literal["slurm", "local"] = "slurm"
     """``local``: child processes of a supervisor on this machine, through submitit's local executor."""
     partition: OneLine | None = None
+    """Partition, or several with commas: SLURM takes the one that starts first."""
     account: OneLine | None = None
+    """Whose budget pays; ``sacctmgr show associations user=$USER`` lists yours."""
     qos: OneLine | None = None
+    """Quality of service; at some sites it decides walltime and priority in place of the partition."""
     constraint: OneLine | None = None
+    """Node features, e.g. ``gpu&hbm80g``."""
     reservation: OneLine | None = None
+    """A reservation of nodes that you may use."""
     time: SlurmTime | None = None
-    """Walltime of one job."""
-    gpu_request: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How this site wants GPUs to be said; ``none``: whole nodes carry them."""
-    gpu_type: OneLine | None = None
+    """Walltime of one job: minutes, ``hours:minutes:seconds`` or ``days-hours:minutes:seconds``."""
+    time_min: SlurmTime | None = None
+    """Shortest walltime to accept: SLURM may shorten ``time`` down to it to start the job earlier."""
+    gpu_request: Literal["gres", "gpus-per-node", "gpus-per-task", "none"] = "gres"
+    """How this site wants GPUs to be said (a job has one task per node); ``none``: whole nodes carry them."""
+    gpu_type: Word | None = None
     """Type inside the request: ``gpu:h100:8``."""
-    exclusive: Bool = True
-    memory: OneLine | None = "0"
-    """``--mem``; ``0`` is all of a node, null emits nothing."""
+    gres: tuple[OneLine, ...] = ()
+    """Generic resources of each node beside its GPUs, e.g. ``nvme:1``."""
+    exclusive: Bool | Literal["user", "mcs"] = True
+    """Whole nodes; ``user``: shared with your own jobs only."""
+    memory: Memory | None = "0"
+    """``--mem`` of a node, e.g. ``480G``; ``0`` is all of it, null emits nothing."""
+    memory_per_cpu: Memory | None = None
+    """In place of ``memory``, where a site wants it so."""
+    memory_per_gpu: Memory | None = None
+    """In place of ``memory``, where a site wants it so."""
+    nodelist: OneLine | None = None
+    """Nodes that must be among the job's, e.g. ``n[01-04]``."""
+    exclude: OneLine | None = None
+    """Nodes that must not be, e.g. ``n07,n09``."""
+    switches: OneLine | None = None
+    """At most so many leaf switches, and how long to wait for that: ``1`` or ``1@12:00:00``."""
+    hint: Literal["compute_bound", "memory_bound", "multithread", "nomultithread"] | None = None
+    """``nomultithread``: one task per core, where nodes have hardware threads."""
+    licenses: tuple[OneLine, ...] = ()
+    """Licenses, at some sites also filesystems that the job needs: ``scratch``, ``matlab:1``."""
+    dependency: OneLine | None = None
+    """When the job may start, e.g. ``afterok:123``, ``singleton``."""
+    begin: OneLine | None = None
+    """Not before, e.g. ``2026-12-24T18:00:00`` or ``now+2hours``."""
+    nice: Int | None = None
+    """Lower priority by so much."""
+    wckey: OneLine | None = None
+    """Workload key, where a site accounts by it."""
+    comment: OneLine | None = None
+    mail_type: tuple[MailType, ...] = ()
+    """When SLURM writes to ``mail_user``: ``[END, FAIL, TIME_LIMIT_90]``."""
+    mail_user: OneLine | None = None
+    """Address; null is the user who submits."""
     signal_margin_s: PositiveInt = 300
     """How long before the walltime the job is warned, so that it can save."""
     requeue: Bool = True
+    """Whether SLURM may put the job back into the queue after a preemption or a lost node."""
     extra: tuple[OneLine, ...] = ()
-    """More ``#SBATCH`` lines, as ``--key=value``."""
+    """Any other option of sbatch, as ``--key=value`` or ``--key``; quoted for you."""
     srun_extra: tuple[OneLine, ...] = ()
-    """More arguments of every srun."""
+    """More arguments of every srun, as ``--key=value``."""
 
     @field_validator("extra")
     @classmethod
-    def _extra_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if bad := [line for line in value if not line.startswith("-")]:
+    def _extra_are_options_of_the_site(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        keys = {option: key for key, option in directives.OPTION_OF_KEY.items()}
+        for text in value:
+            if not re.fullmatch(r"--[a-z][a-z0-9-]+(=.*)?", text):
+                raise ValueError(f"{text!r} is not an option; write it as --key=value")
+            option, _ = directives.parse_option(text)
+            if option in keys:
+                raise ValueError(f"--{option} has a key of its own: scheduler.{keys[option]}")
+            if option in directives.OWN_OPTIONS:
+                raise ValueError(f"--{option} is decided by the plan")
+        return value
+
+    @field_validator("srun_extra")
+    @classmethod
+    def _srun_extra_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if bad := [text for text in value if not re.fullmatch(r"--[a-z][a-z0-9-]+(=.*)?", text)]:
             raise ValueError(f"{bad[0]!r} is not an option; write it as --key=value")
         return value
+
+    @model_validator(mode="after")
+    def _memory_is_said_once(self) -> Self:
+        said = [
+            key
+            for key in ("memory", "memory_per_cpu", "memory_per_gpu")
+            if key in self.model_fields_set and getattr(self, key) is not None
+        ]
+        if len(said) > 1:
+            raise ValueError(f"{said[0]} and {said[1]} exclude each other; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _the_warning_comes_within_the_walltime(self) -> Self:
+        limit = minutes(self.time)
+        if limit is not None and self.signal_margin_s >= 60 * limit:
+            raise ValueError(
+                f"a walltime of {self.time} is {limit:g} minutes, and the job is to be warned "
+                f"{self.signal_margin_s} s before its end; raise time or lower signal_margin_s"
+            )
+        return self
 
 
 class Node(Block):
@@ -93,13 +206,14 @@ class Node(Block):
 class Network(Block):
     address: Literal["hostname", "loopback"] = "hostname"
     """What a process publishes as its host."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     """NCCL and interface variables."""
 
 
 class Container(Block):
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    image: OneLine | None = None
+    image: Annotated[OneLine, Field(pattern="^[^-]")] | None = None
+    """File, or registry address."""
     mounts: tuple[OneLine, ...] = ()
     """``host:container[:flags]``"""
 
@@ -116,7 +230,7 @@ class Environment(Block):
     python: OneLine | None = None
     """Python interpreter; null: the one that submits."""
     container: Container = Container()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
 
 
 class Software(Block):
@@ -143,7 +257,7 @@ class Profile(Block):
     node: Node = Node()
     network: Network = Network()
     software: Software = Software()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     """Variables for every role."""
     runs_dir: str | None = None
     """Shared folder under which run directories are made; default ./runs. ``~`` and ``$VARIABLES`` are expanded."""

@@ -2,7 +2,8 @@
 
 Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
 (where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
-levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``.
+levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
+the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``cluster/load.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HOME = "PRIMERL_HOME"
 RUNS_DIR = "PRIMERL_RUNS_DIR"
 PROFILE = "PRIMERL_PROFILE"
 DEBUG = "PRIMERL_DEBUG"
+_PROFILE_PREFIX = "PRIMERL_PROFILE__"
 
 RESERVED = frozenset(
     {RUN_DIR, PROCESS, PHASE, ATTEMPT, INCARNATION, ENGINE_API_KEY, HOME, RUNS_DIR, PROFILE, DEBUG}
@@ -36,8 +38,18 @@ def recipe_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]
     return {
         name.removeprefix("PRIMERL_").lower().replace("__", "."): value
         for name, value in sorted(environ.items())
-        if name.startswith("PRIMERL_") and name not in RESERVED
+        if name.startswith("PRIMERL_") and name not in RESERVED and not name.startswith(_PROFILE_PREFIX)
     }
+
+
+def profile_overrides(environ: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
+    """``PRIMERL_PROFILE__SCHEDULER__TIME=60`` → (its name, ``scheduler.time``, ``60``), sorted by name."""
+    environ = os.environ if environ is None else environ
+    return [
+        (name, name.removeprefix(_PROFILE_PREFIX).lower().replace("__", "."), value)
+        for name, value in sorted(environ.items())
+        if name.startswith(_PROFILE_PREFIX)
+    ]
 
 
 def state_home() -> Path:

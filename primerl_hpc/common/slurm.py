@@ -8,6 +8,7 @@ seconds); after that, sacct.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -102,6 +103,21 @@ def _rows(text: str, width: int) -> list[list[str]]:
 
 def _said(word: str) -> str:
     return "" if word in ("None", "N/A", "(null)", "Unknown", "None assigned") else word
+
+
+def minutes(time: str | None) -> float | None:
+    """SLURM's ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds`` …; None for no limit."""
+    if time is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
+        return None
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:  # days-hours[:minutes[:seconds]]
+        hours, mins, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, mins, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (mins, seconds) = 0, (*parts, 0)[:2]
+    return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
 
 
 def ask(command: list[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -140,6 +141,18 @@ def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseMo
         ]
     blocks = [each for each in current if _is_block(each)]
     return max(blocks, key=lambda each: len(each.model_fields), default=None)
+
+
+def is_text(block: type[BaseModel], key: str) -> bool:
+    """Whether the key takes text and nothing else (but null)."""
+    path = tuple(key.split("."))
+    owner = block_at(block, path[:-1])
+    if owner is None or path[-1] not in owner.model_fields:
+        return False
+    annotation = owner.model_fields[path[-1]].annotation
+    branches = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    plain = {each.__origin__ if hasattr(each, "__metadata__") else each for each in branches}
+    return plain - {type(None)} == {str}
 
 
 def nearest(word: str, known: list[str]) -> str | None:

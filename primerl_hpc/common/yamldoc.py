@@ -20,9 +20,16 @@ from primerl_hpc.common.errors import ConfigError, NotFoundError
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads ``3e-6`` as a number (YAML 1.2), as everybody who writes a learning rate expects."""
+    """SafeLoader with two things of YAML 1.2: ``3e-6`` is a number, as everybody who writes a learning rate expects,
+    and ``12:00:00`` is text, as everybody who writes a walltime does (YAML 1.1 counts it in base 60)."""
 
 
+_BASE_60 = re.compile(r"[-+]?\d+(:[0-5]?\d)+(\.\d*)?$")
+_Loader.yaml_implicit_resolvers = {
+    first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _first in "-+0123456789":
+    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _BASE_60))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
@@ -97,10 +104,13 @@ def parse_value(text: str) -> Any:
         loader.dispose()
 
 
-def from_override(path: str, text: str, origin: str) -> Document:
-    """A document with one value: ``optimizer.lr``, ``1e-5`` → ``{optimizer: {lr: 1e-5}}``."""
+def from_override(path: str, text: str, origin: str, *, is_text: bool = False) -> Document:
+    """A document with one value: ``optimizer.lr``, ``1e-5`` → ``{optimizer: {lr: 1e-5}}``.
+
+    ``is_text``: the key takes nothing but text, so that account ``0123`` needs no quotes; ``null`` is still null.
+    """
     parts = path.split(".")
-    value: Any = parse_value(text)
+    value: Any = text if is_text and parse_value(text) is not None else parse_value(text)
     for part in reversed(parts):
         value = {part: value}
     origins = {".".join(parts[:end]): origin for end in range(1, len(parts) + 1)}

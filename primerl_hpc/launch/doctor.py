@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask
+from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
 from primerl_hpc.render.engine import render_template
 
 
@@ -105,21 +105,6 @@ def _partition(profile: Profile, ask: Callable[[list[str]], str]) -> Iterator[Fi
         gpus = max(count_gpus(row[4]) for row in mine)
         said, mend = f"{gpus} ({mine[0][4]})", f"node.gpus: {gpus}, or another scheduler.gpu_request"
         yield Finding("GPUs of a node", gpus >= profile.node.gpus, said, mend)
-
-
-def minutes(time: str | None) -> float | None:
-    """SLURM's ``minutes``, ``hours:minutes:seconds``, ``days-hours:minutes:seconds`` …; None for no limit."""
-    if time is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
-        return None
-    days, _, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if days:  # days-hours[:minutes[:seconds]]
-        hours, mins, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, mins, seconds = parts
-    else:  # minutes[:seconds]
-        hours, (mins, seconds) = 0, (*parts, 0)[:2]
-    return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
 
 
 def count_gpus(gres: str) -> int:

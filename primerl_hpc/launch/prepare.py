@@ -90,7 +90,7 @@ def check_path(path: Path) -> None:
 def freeze(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, plan: Plan, script: str) -> None:
     """Write recipe, profile, plan, provenance and script. The plan comes last: its presence makes this a run."""
     write_text(run.recipe, dump_yaml(loaded.document.values))
-    write_text(run.profile, profile.path.read_text())
+    write_text(run.profile, profile.text)
     write_json(run.provenance, provenance())
     write_text(job_script(run), script, mode=0o755)
     run.control.mkdir(exist_ok=True)

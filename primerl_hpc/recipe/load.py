@@ -12,7 +12,7 @@ from pathlib import Path
 from primerl_hpc.common import env
 from primerl_hpc.common.assets import find_asset
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.common.validate import validate
+from primerl_hpc.common.validate import is_text, validate
 from primerl_hpc.common.yamldoc import Document, from_override, load_yaml
 from primerl_hpc.recipe.schema import Recipe
 
@@ -34,12 +34,14 @@ def load_recipe(
     path = resolve_recipe_path(name)
     document = _load_with_bases(path, ())
     for key, value in env.recipe_overrides(environ).items():
-        document = document.overlay(from_override(key, value, f"PRIMERL_{key.upper().replace('.', '__')}"))
+        origin = f"PRIMERL_{key.upper().replace('.', '__')}"
+        document = document.overlay(from_override(key, value, origin, is_text=is_text(Recipe, key)))
     for text in overrides or []:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value")
-        document = document.overlay(from_override(key.strip(), value, "--set"))
+        key = key.strip()
+        document = document.overlay(from_override(key, value, "--set", is_text=is_text(Recipe, key)))
     return LoadedRecipe(validate(Recipe, document), document, path)
 
 

@@ -11,6 +11,7 @@ import shlex
 
 import jinja2
 
+from primerl_hpc.cluster.directives import options
 from primerl_hpc.common.assets import template_dirs
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 
@@ -44,6 +45,7 @@ def make_engine() -> jinja2.Environment:
     )
     engine.filters["q"] = lambda value: shlex.quote(str(value))
     engine.filters["directive"] = quote_directive
+    engine.globals["options"] = options
     return engine
 
 

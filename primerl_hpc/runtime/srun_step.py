@@ -2,6 +2,7 @@
 
 Facts that shaped the command (measured on 22.05, 24.11 and 26.05):
 - nothing may be left to inheritance: nodes, tasks, CPUs and memory are always given, or srun takes the job's or 1;
+- srun reads how the job asked for GPUs and memory from its environment, and refuses a step that says it in another way;
 - srun hands SIGUSR1 on to the tasks, where the guard ends its tree in order, and takes SIGTERM as "kill the step now";
 - after the first task's end the others get ``--wait`` seconds: peers of a dead rank would hang in a collective.
   ``--kill-on-bad-exit`` would send them SIGTERM, which means something else here (see guard.py);
@@ -16,6 +17,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from primerl_hpc.common.errors import SchedulerError
@@ -27,6 +29,12 @@ PEERS_WAIT_S = 10
 """How long tasks of a step live on after the first one ended."""
 LOST = 128 + signal.SIGKILL
 """Code of a task that ended with its node, whatever srun says."""
+_JOB_REQUESTS = frozenset(
+    (
+        *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+        *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    )
+)
 _FIRST_END = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.M)
 
 
@@ -69,6 +77,10 @@ def srun_command(launch: Launch, allocation: Allocation) -> list[str]:
     ]
 
 
+def _without_requests(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in _JOB_REQUESTS}
+
+
 def _output_pattern(launch: Launch) -> str:
     """SLURM expands % in file names; a step over several nodes writes one file per node (%n counts its nodes)."""
     path = str(launch.log).replace("%", "%%")
@@ -101,7 +113,7 @@ class SrunStep:
             try:
                 self.child = await asyncio.create_subprocess_exec(
                     *srun_command(launch, self.allocation),
-                    env={**os.environ, **launch.environment},
+                    env={**_without_requests(os.environ), **launch.environment},
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
