@@ -1,5 +1,6 @@
 """Drives environments against engines, scores, packs, ships to the trainer, and relays weights back.
 
-Reading order. Pure: sampler → dispatcher → trajectories → algorithms → packing → batches → metrics → evals.
+Reading order. Pure: curriculum → sampler → dispatcher → trajectories → algorithms → gates, filters → scoring → packing →
+batches → metrics → evals.
 At the edge: env_client → fleet → runner → watcher → checkpoints → traces → setup → driver → loop, evaluate.
 """

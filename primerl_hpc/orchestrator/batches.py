@@ -1,4 +1,4 @@
-"""Finished groups → batches for the trainer: advantages, staleness, samples without a signal, packing.
+"""Scored groups → batches for the trainer: staleness, groups without a signal, size, packing.
 
     cutter.add(group)                                   # scores the group and queues it
     if cutter.is_ready(min_fresh_version): batch = cutter.cut(step, min_fresh_version)
@@ -10,17 +10,13 @@ A batch in which nothing has a signal is not a step: with ``drop`` it is thrown 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass, field
 
 from primerl_hpc.common.errors import ExitCode, RoleError
-from primerl_hpc.orchestrator.algorithms import Algorithm
 from primerl_hpc.orchestrator.dispatcher import Group
 from primerl_hpc.orchestrator.packing import Packed, TrainSample, pack
 from primerl_hpc.orchestrator.sampler import TaskRef
-from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.orchestrator.scoring import ScoredGroup, Scorer
 from primerl_hpc.recipe.rollout_schema import Rollouts
 from primerl_hpc.transport.rollouts import StepInfo
 
@@ -41,22 +37,14 @@ class TooManyErrorsError(RoleError):
 
 
 @dataclass
-class ScoredGroup:
-    group_id: int
-    task: TaskRef
-    rollouts: list[Rollout]
-    versions: list[int]  # when each rollout started
-    advantages: NDArray[np.float64]  # of each rollout, the mean over its traces
-    samples: list[list[TrainSample]]  # of each rollout, those that are shipped
-    num_failed: int
+class Tally:
+    """What became of groups since the last batch, beside being trained on."""
 
-    @property
-    def oldest_version(self) -> int:
-        return min(self.versions)
-
-    @property
-    def has_signal(self) -> bool:
-        return any(sample.has_signal for each in self.samples for sample in each)
+    stale_groups: int = 0
+    stale_rollouts: int = 0
+    refilled_groups: int = 0  # without a signal, replaced
+    rejected_groups: int = 0  # turned away by a gate
+    failed_groups: int = 0  # no rollout survived
 
 
 @dataclass
@@ -66,10 +54,7 @@ class Cut:
     info: StepInfo
     groups: list[ScoredGroup]
     packed: Packed | None
-    num_stale_groups: int  # dropped since the last batch
-    num_stale_rollouts: int
-    num_refilled_groups: int  # without a signal, replaced
-    failed_groups: int  # no rollout survived
+    tally: Tally
     samples: list[TrainSample] = field(default_factory=list)
 
 
@@ -77,21 +62,20 @@ class BatchCutter:
     def __init__(
         self,
         rollouts: Rollouts,
-        algorithms: list[Algorithm],
+        scorer: Scorer,
         *,
         seq_len: int,
         num_ranks: int,
         env_names: list[str],
     ) -> None:
-        """``algorithms[e]`` is training environment e's."""
-        self.rollouts, self.algorithms = rollouts, algorithms
+        self.rollouts, self.scorer = rollouts, scorer
         self.seq_len, self.num_ranks, self.env_names = seq_len, num_ranks, env_names
         self._queue: deque[ScoredGroup] = deque()
         self._window: deque[tuple[int, int]] = deque(
             maxlen=ERROR_WINDOW_GROUPS
         )  # (failed, all) of each group
-        self._num_stale_groups = self._num_stale_rollouts = self._num_refilled = self._num_failed_groups = 0
-        self._num_empty_in_a_row = self._refilled_rollouts_in_a_row = 0
+        self._tally = Tally()
+        self._num_empty_in_a_row = self._passed_over_in_a_row = 0
 
     @property
     def num_queued(self) -> int:
@@ -103,20 +87,21 @@ class BatchCutter:
         return [group.task for group in self._queue]
 
     def add(self, group: Group) -> ScoredGroup | None:
-        """Score a finished group and queue it; None when no rollout of it survived.
+        """Score a finished group, and queue it unless it is passed over; None when no rollout of it survived.
 
-        Raises TooManyErrorsError, or NoSignalError when refilling leads nowhere.
+        Raises TooManyErrorsError, or NoSignalError when passing over leads nowhere.
         """
         self._judge_errors(group.num_failed, group.size)
         if not group.results:
-            self._num_failed_groups += 1
+            self._tally.failed_groups += 1
             return None
-        scored = self._score(group)
-        if self.rollouts.zero_advantage == "refill" and not scored.has_signal:
-            self._num_refilled += 1
-            self._refilled_rollouts_in_a_row += len(scored.rollouts)
-            if self._refilled_rollouts_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
-                self._give_up()
+        scored = self.scorer.score(group)
+        if not self.scorer.admits(scored):
+            self._tally.rejected_groups += 1
+            self._pass_over(scored)
+        elif self.rollouts.zero_advantage == "refill" and not scored.has_signal:
+            self._tally.refilled_groups += 1
+            self._pass_over(scored)
         else:
             self._queue.append(scored)
         return scored
@@ -124,8 +109,8 @@ class BatchCutter:
     def sweep(self, min_fresh_version: int) -> None:
         """Drop queued groups whose oldest rollout is too old for the batch being collected."""
         stale = [group for group in self._queue if group.oldest_version < min_fresh_version]
-        self._num_stale_groups += len(stale)
-        self._num_stale_rollouts += sum(len(group.rollouts) for group in stale)
+        self._tally.stale_groups += len(stale)
+        self._tally.stale_rollouts += sum(len(group.rollouts) for group in stale)
         if stale:
             self._queue = deque(group for group in self._queue if group.oldest_version >= min_fresh_version)
 
@@ -150,8 +135,9 @@ class BatchCutter:
             if self._num_empty_in_a_row >= self.rollouts.max_empty_batches:
                 self._give_up()
             return None
-        self._num_empty_in_a_row = self._refilled_rollouts_in_a_row = 0
-        cut = Cut(
+        self._num_empty_in_a_row = self._passed_over_in_a_row = 0
+        tally, self._tally = self._tally, Tally()
+        return Cut(
             info=StepInfo(
                 step=step,
                 env_names=self.env_names,
@@ -163,48 +149,19 @@ class BatchCutter:
             ),
             groups=groups,
             packed=None,
-            num_stale_groups=self._num_stale_groups,
-            num_stale_rollouts=self._num_stale_rollouts,
-            num_refilled_groups=self._num_refilled,
-            failed_groups=self._num_failed_groups,
+            tally=tally,
             samples=samples,
         )
-        self._num_stale_groups = self._num_stale_rollouts = self._num_refilled = self._num_failed_groups = 0
-        return cut
 
     def pack(self, cut: Cut) -> Packed:
         """The slow part of a cut; touches nothing but ``cut``, so it may run in a thread."""
         cut.packed = pack(cut.samples, seq_len=self.seq_len, num_ranks=self.num_ranks)
         return cut.packed
 
-    def _score(self, group: Group) -> ScoredGroup:
-        rollouts: list[Rollout] = group.results
-        advantages = self.algorithms[group.env].advantages(rollouts)
-        return ScoredGroup(
-            group.group_id,
-            TaskRef(group.env, group.task),
-            rollouts,
-            group.versions,
-            advantages=np.asarray([each.mean() for each in advantages]),
-            samples=[
-                self._train_samples(rollout, each, group.env)
-                for rollout, each in zip(rollouts, advantages, strict=True)
-            ],
-            num_failed=group.num_failed,
-        )
-
-    def _train_samples(
-        self, rollout: Rollout, advantages: NDArray[np.float64], env: int
-    ) -> list[TrainSample]:
-        """``advantages[t]`` is of the rollout's trace t."""
-        algorithm = self.algorithms[env]
-        made = [
-            algorithm.train_sample(sample, float(advantages[sample.trace]), env) for sample in rollout.samples
-        ]
-        if self.rollouts.zero_advantage == "keep":
-            return made
-        # without an advantage RL would still pull at the policy through its KL term
-        return [each if each.advantage else replace(each, rl_weight=0.0) for each in made if each.has_signal]
+    def _pass_over(self, scored: ScoredGroup) -> None:
+        self._passed_over_in_a_row += len(scored.rollouts)
+        if self._passed_over_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
+            self._give_up()
 
     def _judge_errors(self, num_failed: int, size: int) -> None:
         self._window.append((num_failed, size))
@@ -218,6 +175,7 @@ class BatchCutter:
 
     def _give_up(self) -> None:
         raise NoSignalError(
-            f"{self.rollouts.max_empty_batches} batches in a row without any difference of reward within a group",
+            f"{self.rollouts.max_empty_batches} batches in a row without anything to learn from: no difference of reward "
+            f"within a group, or all turned away by gates and filters",
             mend="make the task easier or harder, raise rollouts.group_size, or start from another model",
         )

@@ -21,7 +21,6 @@ from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, Timeout
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.orchestrator.algorithms import algorithms_of
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
@@ -31,10 +30,12 @@ from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskSampler
+from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.setup import (
     RouterAddress,
     load_environments,
     make_fleet,
+    vocab_size_for_filters,
     wait_for_peers,
 )
 from primerl_hpc.orchestrator.watcher import WeightWatcher
@@ -61,7 +62,8 @@ async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
     envs = await load_environments(run, phase.recipe)
     logger.info("waiting for engines, router and environment servers")
     await wait_for_peers(phase, envs, fleet, router)
-    orchestrator = Orchestrator(run, phase, fleet, router, envs)
+    vocab_size = await asyncio.to_thread(vocab_size_for_filters, phase)
+    orchestrator = Orchestrator(run, phase, fleet, router, envs, vocab_size)
     try:
         await orchestrator.run_to_end()
     finally:
@@ -85,6 +87,7 @@ class Orchestrator:
         fleet: Fleet,
         router: RouterAddress,
         envs: dict[Split, list[EnvHandle]],
+        vocab_size: int,
     ) -> None:
         recipe = phase.recipe
         self.run, self.recipe, self.fleet, self.envs = run, recipe, fleet, envs
@@ -93,6 +96,7 @@ class Orchestrator:
             [len(handle.tasks) for handle in envs[Split.TRAIN]],
             [environment.ratio for environment in recipe.environments.train],
             recipe.seed,
+            [environment.curriculum for environment in recipe.environments.train],
         )
         rollouts = recipe.rollouts
         self.dispatcher = Dispatcher(
@@ -108,7 +112,7 @@ class Orchestrator:
         )
         self.cutter = BatchCutter(
             rollouts,
-            algorithms_of(recipe),
+            Scorer(recipe, vocab_size),
             seq_len=recipe.seq_len,
             num_ranks=num_data_ranks(phase),
             env_names=[environment.label for environment in recipe.environments.train],
@@ -247,6 +251,7 @@ class Orchestrator:
         scored = self.cutter.add(group)
         if scored is None:
             return
+        self.sampler.observe(scored.task, scored.mean_reward)
         handle = self.envs[Split.TRAIN][group.env]
         for rollout, version, advantage in zip(
             scored.rollouts, scored.versions, scored.advantages, strict=True
@@ -290,9 +295,15 @@ class Orchestrator:
         metrics = batch_metrics(cut, self.dispatcher) | times
         metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
         metrics |= self.watcher.take_metrics() | self.lag.take() | self._engine_metrics()
+        metrics |= self.cutter.scorer.take_metrics()
         metrics |= {f"progress/{name}": value for name, value in self.totals.items()}
         for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
             metrics[f"progress/{environment.label}/epoch"] = epoch
+        for environment, curriculum in zip(
+            self.recipe.environments.train, self.sampler.curricula, strict=True
+        ):
+            for name, count in curriculum.metrics().items():
+                metrics[f"curriculum/{environment.label}/{name}"] = count
         self.metrics.write(cut.info.step, metrics)
         logger.info(
             "step %d | %.1f s | reward %.4f | trainable %.0f %% | turns %.1f | off-policy max %d | errors %.0f %% | "
@@ -352,7 +363,7 @@ class Orchestrator:
         unfinished = self.cutter.queued_tasks + self.dispatcher.unfinished_tasks()
         return {
             "sampler": self.sampler.state(unfinished),
-            "algorithms": [algorithm.state() for algorithm in self.cutter.algorithms],
+            "algorithms": self.cutter.scorer.state(),
             "totals": dict(self.totals),
         }
 
@@ -363,8 +374,7 @@ class Orchestrator:
             raise DataError(
                 str(error), mend="resume with the environments that the run was started with"
             ) from error
-        for algorithm, learnt in zip(self.cutter.algorithms, state["algorithms"], strict=True):
-            algorithm.restore(learnt)
+        self.cutter.scorer.restore(state["algorithms"])
         self.totals = dict(state["totals"])
 
 

@@ -12,8 +12,9 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from primerl_hpc.orchestrator.batches import Cut, ScoredGroup
+from primerl_hpc.orchestrator.batches import Cut
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
+from primerl_hpc.orchestrator.scoring import ScoredGroup
 
 
 def distribution(name: str, values: ArrayLike) -> dict[str, float]:
@@ -90,11 +91,12 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
         )
         / num_rollouts,
         "batch/groups_without_signal": sum(not group.has_signal for group in cut.groups),
-        "batch/groups_refilled": cut.num_refilled_groups,
-        "batch/groups_failed": cut.failed_groups,
+        "batch/groups_refilled": cut.tally.refilled_groups,
+        "batch/groups_rejected": cut.tally.rejected_groups,
+        "batch/groups_failed": cut.tally.failed_groups,
         "off_policy/mean": float(np.mean(ages)),
         "off_policy/max": float(max(ages)),
-        "off_policy/dropped": cut.num_stale_rollouts,
+        "off_policy/dropped": cut.tally.stale_rollouts,
     }
     if packed is not None:
         rows = [row for rank in packed.ranks for row in rank]

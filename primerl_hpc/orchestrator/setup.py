@@ -62,6 +62,18 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
     return handles
 
 
+def vocab_size_for_filters(phase: PhasePlan) -> int:
+    """The model's vocabulary where a rollout filter needs it; else 0, which costs nothing."""
+    if not any(each.type == "gibberish" for each in phase.recipe.rollouts.filters):
+        return 0
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        phase.model_path, trust_remote_code=phase.recipe.model.trust_remote_code
+    )
+    return int(config.get_text_config().vocab_size)
+
+
 async def wait_for_peers(
     phase: PhasePlan, handles: dict[Split, list[EnvHandle]], fleet: Fleet, router: RouterAddress
 ) -> None:

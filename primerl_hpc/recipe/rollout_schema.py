@@ -18,6 +18,7 @@ from primerl_hpc.common.block import (
 )
 from primerl_hpc.common.names import is_valid_name
 from primerl_hpc.recipe.algorithm_schema import Algorithm
+from primerl_hpc.recipe.selection_schema import Curriculum, Gate, RolloutFilter, Shuffled
 
 
 class Sampling(Block):
@@ -57,6 +58,10 @@ class TrainEnvironment(Environment):
     """Share of groups drawn from this environment, relative to the others'."""
     algorithm: Algorithm | None = None
     """Default: the recipe's algorithm."""
+    curriculum: Curriculum = Shuffled()
+    """Which of its tasks comes next."""
+    gates: tuple[Gate, ...] = ()
+    """Which of its finished groups are trained on: those that all gates admit; others are generated in the place of the rest."""
 
 
 class EvalEnvironment(Environment):
@@ -99,8 +104,10 @@ class Rollouts(Block):
     """Most rollouts in flight; default: twice the batch size."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Samples without a training signal: not shipped (drop), shipped (keep), or replaced by more groups (refill)."""
+    filters: tuple[RolloutFilter, ...] = ()
+    """Which rollouts are left out of the batch, or only counted."""
     max_empty_batches: PositiveInt = 10
-    """Stop after so many batches in a row without any signal."""
+    """Stop after so many batches in a row without any signal, or so many batches' rollouts turned away in a row."""
     max_error_fraction: Fraction = 0.5
     """Stop when more than this share of the last 100 groups' rollouts failed."""
     sampling: Sampling = Sampling()

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.orchestrator.algorithms import make_algorithm
 from primerl_hpc.orchestrator.batches import BatchCutter, NoSignalError, TooManyErrorsError
 from primerl_hpc.orchestrator.dispatcher import Group, Split
+from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.trajectories import Rollout, Sample
-from primerl_hpc.recipe.algorithm_schema import GRPO, Echo
-from primerl_hpc.recipe.rollout_schema import Rollouts
+from primerl_hpc.recipe.schema import Recipe
 
 
 def rollout(reward: float) -> Rollout:
@@ -33,11 +32,20 @@ def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int 
     return made
 
 
-def cutter(*, algorithm=None, **changes) -> BatchCutter:
-    rollouts = Rollouts(batch_size=4, group_size=2, **changes)
-    return BatchCutter(
-        rollouts, [make_algorithm(algorithm or GRPO())], seq_len=32, num_ranks=2, env_names=["reverse-text"]
+def cutter(*, algorithm=None, gates=(), **changes) -> BatchCutter:
+    recipe = Recipe.model_validate(
+        {
+            "kind": "rl",
+            "name": "r",
+            "model": {"name": "m"},
+            "max_steps": 1,
+            "rollouts": {"batch_size": 4, "group_size": 2, **changes},
+            "environments": {
+                "train": [{"id": "reverse-text", "algorithm": algorithm or {}, "gates": list(gates)}]
+            },
+        }
     )
+    return BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=32, num_ranks=2, env_names=["reverse-text"])
 
 
 def cut_of(made: BatchCutter, step: int = 1, min_fresh: int = -10):
@@ -77,7 +85,7 @@ def test_stale_groups_never_reach_a_batch():
     cut = cut_of(made, step=4, min_fresh=2)
     assert [each.oldest_version for each in cut.groups] == [2, 3]
     assert cut.info.policy_version_min == 2
-    assert (cut.num_stale_groups, cut.num_stale_rollouts) == (1, 2)
+    assert (cut.tally.stale_groups, cut.tally.stale_rollouts) == (1, 2)
 
 
 def test_drop_ships_only_samples_with_a_signal():
@@ -95,7 +103,7 @@ def test_keep_ships_samples_without_a_signal_too():
 
 
 def test_what_only_another_loss_learns_from_is_shipped_without_weight_in_rl():
-    made = cutter(algorithm=Echo(alpha={"user": 0.5}))
+    made = cutter(algorithm={"type": "echo", "alpha": {"user": 0.5}})
     given = group([1.0, 1.0])
     for each in given.results:
         each.samples[0].roles = np.array([0, 2, 0, 0, 0, 0], np.uint8)
@@ -116,7 +124,39 @@ def test_refill_does_not_count_groups_without_a_signal():
     made.add(group([1.0, 0.0]))
     cut = cut_of(made)
     assert cut.info.num_samples == 4
-    assert cut.num_refilled_groups == 1
+    assert cut.tally.refilled_groups == 1
+
+
+def test_a_group_that_a_gate_turns_away_takes_no_room():
+    made = cutter(gates=[{"type": "reward_range"}])
+    made.add(group([0.0, 1.0]))
+    assert made.add(group([1.0, 1.0])).mean_reward == 1.0  # scored, so that curricula learn of it
+    made.add(group([0.0, 0.0]))
+    assert not made.is_ready(0)
+    made.add(group([1.0, 0.0]))
+    cut = cut_of(made)
+    assert (cut.info.num_samples, cut.tally.rejected_groups) == (4, 2)
+    assert made.scorer.take_metrics() == {"gates/reverse-text/reward_range/rejected": 2}
+
+
+def test_gates_that_turn_everything_away_end_the_run():
+    made = cutter(gates=[{"type": "reward_range", "above": 2.0, "below": 3.0}], max_empty_batches=1)
+    made.add(group([0.0, 1.0]))
+    with pytest.raises(NoSignalError, match="gates"):
+        made.add(group([0.0, 1.0]))
+
+
+@pytest.mark.parametrize(("action", "shipped"), [("enforce", 3), ("observe", 4)])
+def test_a_filtered_rollout_is_not_trained_but_counts_among_its_siblings(action, shipped):
+    made = cutter(filters=[{"type": "length", "truncated": True, "action": action}])
+    given = group([0.0, 1.0])
+    given.results[0].is_truncated = True
+    made.add(given)
+    made.add(group([0.0, 1.0]))
+    cut = cut_of(made)
+    assert cut.info.num_samples == shipped
+    assert cut.groups[0].advantages.tolist() == [-0.5, 0.5]
+    assert made.scorer.take_metrics() == {"filters/length/detected": 0.25}
 
 
 def test_batch_without_any_signal_is_collected_anew_and_too_many_of_them_end_the_run():
