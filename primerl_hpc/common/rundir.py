@@ -126,6 +126,10 @@ class RunDir:
         """How a process under torchrun ended, in its own words: ``{"outcome": "stopped", "step": 12}``."""
         return self.control / "outcomes" / f"{process}.json"
 
+    def hangs(self, process: str) -> Path:
+        """``rank_R.json``: where each rank of a hung trainer was."""
+        return self.control / "hangs" / process
+
     def heartbeat(self, process: str) -> Path:
         return self.control / "heartbeats" / f"{process}.json"
 

@@ -144,6 +144,8 @@ class Timeouts(Block):
     """One engine's load of one policy version."""
     distributed_s: PositiveInt = 3600
     """A collective of the trainer."""
+    trainer_hang_s: PositiveInt = 1200
+    """Trainer: for one micro-batch, weight export or save. Then every rank writes down its stacks and the run stops with the rank and the collective that hang."""
 
 
 class Recipe(Block):

@@ -166,11 +166,12 @@ class Trainer(Block):
     """Tokens whose logits exist at one time; auto: bounds a chunk's logits to about 256 MiB."""
     compile: Bool = False
     """torch.compile every block."""
-    max_bad_steps: PositiveInt = 10
-    """Stop after so many steps in a row with a NaN or infinite loss or gradient; each such step is skipped."""
+    max_skipped_steps: PositiveInt = 10
+    """A step with a NaN or infinite loss or gradient on any rank is skipped by all; so many in a row stop the run."""
     gc_interval: PositiveInt = 50
     """Steps between garbage collections, made on all ranks at once."""
     deterministic: Bool = False
+    """The same inputs give the same bits, at some cost in speed: torch's deterministic kernels only."""
 
 
 class SFTData(Block):

@@ -8,6 +8,7 @@ No restarts here: after a fault the supervisor starts the whole group again from
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ def clear_endings(root: RunDir, name: str) -> None:
     if env.slurm_node_rank() == 0:
         for path in (root.outcome(name), root.error(name)):
             path.unlink(missing_ok=True)
+        shutil.rmtree(root.hangs(name), ignore_errors=True)
 
 
 def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """What rl and sft share: one optimizer step over packed rows.
 
-    core = build_core(recipe, model_path, world)
+    core = build_core(recipe, model_path, world, watchdog)
     result = core.train_step(step=3, rows=rows, env_names=["reverse-text"])
 
 Supervised tokens are rows whose ``ce_weights`` are 1: to the core there is one kind of step.
@@ -35,6 +35,7 @@ from primerl_hpc.trainer.optim import (
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops, peak_memory_gib
 from primerl_hpc.trainer.schedules import lr_factor
 from primerl_hpc.trainer.setup import World, seed_step
+from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch
 
 log = logging.getLogger("primerl_hpc.trainer")
@@ -61,8 +62,9 @@ class Core:
     policy: Policy
     optimizer: Optimizers
     flops: FlopCounter
+    watchdog: Watchdog
     num_tokens: int = 0  # trained on so far
-    bad_steps: int = 0  # in a row
+    skipped_steps: int = 0  # in a row
     small: bool = True
     names: dict = field(default_factory=dict)  # parameter → HF name
 
@@ -70,7 +72,7 @@ class Core:
         """Forward and backward over this rank's ``rows``, clip, update. Collective.
 
         A step whose loss or gradient norm is not finite on any rank is skipped by all. Raises BadPolicyError after
-        ``trainer.max_bad_steps`` of them in a row.
+        ``trainer.max_skipped_steps`` of them in a row.
         """
         config = self.recipe
         seed_step(config.seed, step, self.world.rank)
@@ -81,6 +83,7 @@ class Core:
         groups = stack_rows(rows, config.seq_len)
         groups += [[empty_row()]] * (num_forwards - len(groups))
         for index, group in enumerate(groups):
+            self.watchdog.beat(f"step {step}, micro-batch {index + 1} of {num_forwards}")
             set_gradient_sync(self.policy, is_last=index == num_forwards - 1, small=self.small)
             self._forward_backward(group, counts, tally, env_names)
         norm = gradient_norm(self.policy.parameters())
@@ -92,7 +95,7 @@ class Core:
             self._update(norm, lr)
         self.optimizer.zero_grad()
         duration_s = time.perf_counter() - started
-        self._count_bad_step(step, is_finite, loss, norm_value)
+        self._count_skipped(step, is_finite, loss, norm_value)
         self.num_tokens += tokens
         metrics = {
             "loss/mean": loss,
@@ -112,6 +115,7 @@ class Core:
         tally = Tally(metric_names([]), self.world.device)
         groups = stack_rows(rows, self.recipe.seq_len)
         for group in groups + [[empty_row()]] * (num_forwards - len(groups)):
+            self.watchdog.beat("evaluation")
             batch = make_batch(group, self.world.device)
             logprobs, _ = self.policy(
                 batch.input_ids, batch.position_ids, batch.predictors, batch.targets, batch.temperatures
@@ -155,17 +159,17 @@ class Core:
         set_lr(self.optimizer, lr)
         self.optimizer.step()
 
-    def _count_bad_step(self, step: int, is_finite: bool, loss: float, norm: float) -> None:
+    def _count_skipped(self, step: int, is_finite: bool, loss: float, norm: float) -> None:
         if is_finite:
-            self.bad_steps = 0
+            self.skipped_steps = 0
             return
-        self.bad_steps += 1
+        self.skipped_steps += 1
         log.warning(
-            "step %d skipped: loss %s, gradient norm %s (%d in a row)", step, loss, norm, self.bad_steps
+            "step %d skipped: loss %s, gradient norm %s (%d in a row)", step, loss, norm, self.skipped_steps
         )
-        if self.bad_steps >= self.recipe.trainer.max_bad_steps:
+        if self.skipped_steps >= self.recipe.trainer.max_skipped_steps:
             raise BadPolicyError(
-                f"loss or gradients were not finite in {self.bad_steps} steps in a row, the last one {step}",
+                f"loss or gradients were not finite in {self.skipped_steps} steps in a row, the last one {step}",
                 mend="lower optimizer.lr, or resume from an older checkpoint",
             )
 
@@ -185,14 +189,22 @@ class Core:
             gc.collect()
 
 
-def build_core(recipe: Recipe, model_path: str, world: World) -> Core:
+def build_core(recipe: Recipe, model_path: str, world: World, watchdog: Watchdog) -> Core:
     gc.disable()
     folder = model_folder(model_path, world)
     policy = build_policy(recipe, folder, world)
     optimizer = build_optimizer(policy.hf, recipe)
     names = {parameter: name for name, parameter in policy.hf.named_parameters()}
     core = Core(
-        recipe, world, folder, policy, optimizer, FlopCounter(policy), small=is_small(policy), names=names
+        recipe,
+        world,
+        folder,
+        policy,
+        optimizer,
+        FlopCounter(policy),
+        watchdog,
+        small=is_small(policy),
+        names=names,
     )
     size = sum(parameter.numel() for parameter in policy.parameters())
     gc.freeze()  # what was built stays: collections need not walk it

@@ -22,6 +22,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.trainer.control import write_error, write_outcome
 from primerl_hpc.trainer.setup import end_world, start_world
+from primerl_hpc.trainer.watchdog import Watchdog
 
 
 @record
@@ -35,7 +36,16 @@ def train(root: RunDir, phase_name: str, process: str) -> None:
         from primerl_hpc.trainer.sft import train_sft as loop
     else:
         from primerl_hpc.trainer.rl import train_rl as loop
-    outcome, step = loop(phase, run, world)
+    watchdog = Watchdog(
+        root,
+        process,
+        rank=world.rank,
+        size=world.size,
+        timeout_s=phase.recipe.timeouts.trainer_hang_s,
+        end=lambda sentence: end_badly(root, process, rank, int(ExitCode.FAILED), sentence, is_cause=True),
+    )
+    outcome, step = loop(phase, run, world, watchdog)
+    watchdog.rest()
     if world.is_leader:
         write_outcome(root, process, outcome, step)
     end_world()

@@ -24,6 +24,7 @@ from primerl_hpc.trainer.control import Next, Requests, grant_checkpoint, read_r
 from primerl_hpc.trainer.core import Core, StepResult, build_core
 from primerl_hpc.trainer.export import export_weights
 from primerl_hpc.trainer.setup import World, from_leader
+from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts_filesystem import LAG_S, FilesystemReceiver
 from primerl_hpc.transport.weights_filesystem import prune_weights
 
@@ -32,26 +33,31 @@ SIDES = ("trainer", "orchestrator")
 log = logging.getLogger("primerl_hpc.trainer")
 
 
-def train_rl(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
+def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tuple[str, int]:
     """Train to ``max_steps``. Returns (``done`` or ``stopped``, last finished step)."""
     recipe = phase.recipe
-    core = build_core(recipe, phase.model_path, world)
+    core = build_core(recipe, phase.model_path, world, watchdog)
     start = resume(run, core)
     saved = start
     receiver = FilesystemReceiver(run, world_size=world.size)
     writer = MetricsWriter(run.metrics("trainer"))
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
+        watchdog.rest()
         if wait_for_batch(run, receiver, step, world) == Next.STOP:
             if saved != step - 1:
+                watchdog.beat(f"step {step - 1}, saving")
                 save_checkpoint(run, core, step - 1, SIDES)
             return "stopped", step - 1
+        watchdog.beat(f"step {step}, reading its batch")
         waited_s = time.perf_counter() - started
         result, load_s = train_batch(core, receiver, step)
         timings = {"time/wait_for_batch": waited_s, "time/load_data": load_s}
+        watchdog.beat(f"step {step}, writing its weights")
         timings["time/broadcast_weights"] = timed(publish, run, core, step)
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
+            watchdog.beat(f"step {step}, saving")
             timings["time/save_ckpt"] = timed(save_checkpoint, run, core, step, SIDES)
             saved = step
             if request == Requests.CHECKPOINT:

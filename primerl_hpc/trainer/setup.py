@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.schema import Recipe, TrainerLayout
+from primerl_hpc.trainer.watchdog import record_collectives
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ def start_world(recipe: Recipe) -> World:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    record_collectives()
     timeout = timedelta(seconds=recipe.timeouts.distributed_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout)
     mesh = make_mesh(recipe.layout.trainer, dist.get_world_size(), device.type)
     if recipe.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, mesh)
 
 

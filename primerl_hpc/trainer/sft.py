@@ -22,6 +22,7 @@ from primerl_hpc.trainer.core import Core, build_core
 from primerl_hpc.trainer.export import export_weights
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.sft_data import Peers, SFTStream, Tokenizer, all_rows
+from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch
 
 SIDES = ("trainer",)
@@ -30,11 +31,11 @@ LOG_INTERVAL_S = 2.0  # tiny models make many steps a second: one console line t
 log = logging.getLogger("primerl_hpc.trainer")
 
 
-def train_sft(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
+def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tuple[str, int]:
     """Train to ``max_steps``. Returns (``done`` or ``stopped``, last finished step)."""
     recipe = phase.recipe
     assert recipe.sft is not None  # validated with the recipe
-    core = build_core(recipe, phase.model_path, world)
+    core = build_core(recipe, phase.model_path, world, watchdog)
     renderer = make_renderer(recipe.model, load_tokenizer(recipe, core.folder))
     stream = SFTStream(
         make_tokenizer(recipe.sft.data, renderer, recipe, world),
@@ -50,6 +51,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
     reporter = Reporter(run, recipe.steps, world)
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
+        watchdog.beat(f"step {step}, reading its rows")
         rows, num_samples = stream.next_batch()
         load_s = time.perf_counter() - started
         result = core.train_step(step, rows[world.rank :: world.size], [])
@@ -67,6 +69,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
             metrics["val/loss"], _ = core.evaluate(validation[world.rank :: world.size])
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
+            watchdog.beat(f"step {step}, saving")
             save_started = time.perf_counter()
             save_checkpoint(run, core, step, SIDES, {"position": stream.position})
             metrics["time/save_ckpt"] = time.perf_counter() - save_started
@@ -77,6 +80,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World) -> tuple[str, int]:
         reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
         if request == Requests.STOP and step < recipe.steps:
             return "stopped", step
+    watchdog.beat("writing the last weights")
     publish_last(run, core)
     return "done", recipe.steps
 

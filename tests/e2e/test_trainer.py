@@ -1,6 +1,7 @@
 """The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path):
 
 def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(tiny, tmp_path):
     recipe = rl_recipe(tiny / "model", max_steps=9)
-    recipe["trainer"]["max_bad_steps"] = 2
+    recipe["trainer"]["max_skipped_steps"] = 2
     run = make_run(tmp_path, recipe, tiny / "model", ranks=2)
     send(run, (1, 3, 4), ranks=2, spoil=True)
     send(run, (2,), ranks=2)
@@ -184,6 +185,25 @@ def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persis
     for shard in run.weights_step(2).glob("model-*"):
         skipped = load_file(run.weights_step(3) / shard.name)
         assert all(torch.equal(value, skipped[name]) for name, value in load_file(shard).items())
+
+
+def test_a_hung_rank_is_named_with_its_stack_and_the_collective_it_misses(tiny, tmp_path):
+    """Rank 1's file of the batch is a pipe that nobody writes to."""
+    run = make_run(
+        tmp_path, rl_recipe(tiny / "model", timeouts={"trainer_hang_s": 6}), tiny / "model", ranks=2
+    )
+    send(run, (1,), ranks=2)
+    path = run.rollouts_step(1) / "rank_1.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    assert run_role(run, "main", "trainer-0")[0] != 0
+    error = read_json(run.control / "errors" / "trainer-0.json")
+    assert error["exit_code"] == ExitCode.FAILED
+    assert "no progress in" in error["message"]
+    assert "rank 0 waited in all_reduce" in error["message"]
+    assert "without rank 1" in error["message"]
+    stacks = [each.read_text() for each in (run.attempt_logs(1) / "trainer").rglob("1/stderr.log")]
+    assert "read_rank" in "".join(stacks)
 
 
 def test_a_model_folder_without_its_parts_is_refused_in_one_sentence(tmp_path):

@@ -1,0 +1,99 @@
+"""Who keeps whom waiting: the verdict on reports, and two real ranks of which one does not come."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from primerl_hpc.common.rundir import RunDir  # noqa: E402
+from primerl_hpc.trainer.watchdog import (  # noqa: E402
+    Collective,
+    HangReport,
+    Watchdog,
+    record_collectives,
+    verdict,
+)
+
+
+def report(rank: int, *collectives: tuple[str, int, bool], place: str = "sft_data.py:7 (next)") -> HangReport:
+    return HangReport(
+        rank,
+        "step 1",
+        place,
+        {str(index): Collective(*each) for index, each in enumerate(collectives)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent", "expected"),
+    [
+        (
+            [report(0, ("all_reduce", 9, False)), report(1, ("all_reduce", 8, True))],
+            [],
+            "rank 0 waited in all_reduce (number 9), without rank 1 at sft_data.py:7 (next)",
+        ),
+        (
+            [report(rank, ("all_gather", 4, False)) for rank in (0, 2)],
+            [1],
+            "ranks 0, 2 waited in all_gather (number 4), without rank 1, which did not answer",
+        ),
+        (
+            [*(report(rank, ("broadcast", 4, False)) for rank in (0, 1)), report(2, ("barrier", 4, False))],
+            [],
+            "ranks 0, 1 waited in broadcast (number 4), without rank 2 in barrier (number 4)",
+        ),
+        (
+            [report(rank, ("all_reduce", 4, False)) for rank in (0, 1)],
+            [],
+            "ranks 0, 1 waited in all_reduce (number 4), and no rank is missing",
+        ),
+        (
+            [report(0, ("all_reduce", 3, True))],
+            [1],
+            "rank 0 at sft_data.py:7 (next); rank 1 did not answer",
+        ),
+    ],
+    ids=["absent", "silent", "other-collective", "all-inside", "none-inside"],
+)
+def test_verdict_names_ranks_and_collective(reports, silent, expected):
+    assert verdict({each.rank: each for each in reports}, silent) == expected
+
+
+def run_rank(rank: int, folder: str) -> None:
+    record_collectives()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.barrier()
+    over = threading.Event()
+
+    def end(sentence: str) -> None:
+        Path(folder, f"end_{rank}").write_text(sentence)
+        over.set()
+        threading.Event().wait()
+
+    watchdog = Watchdog(RunDir(Path(folder)), "trainer-0", rank=rank, size=2, timeout_s=3, end=end)
+    watchdog.beat("step 7")
+    if rank == 1:
+        over.wait()
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.all_reduce(torch.ones(1))
+        over.wait()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_agree_on_who_did_not_come(tmp_path):
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=2)
+    sentences = [(tmp_path / f"end_{rank}").read_text() for rank in (0, 1)]
+    for sentence in sentences:
+        assert "of step 7: rank 0 waited in all_reduce (number 2), without rank 1 at test_watchdog.py:" in (
+            sentence.replace("threading.py", "test_watchdog.py")
+        )
+    stacks = (RunDir(tmp_path).hangs("trainer-0") / "rank_1.json").read_text()
+    assert "over.wait()" in stacks
