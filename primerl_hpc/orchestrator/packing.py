@@ -2,9 +2,12 @@
 
 FSDP ranks march in step: a micro-step lasts as long as its slowest row. So:
 
-1. the number of rows is the smallest multiple of the ranks into which the samples fit;
-2. samples go longest first into the *cheapest* row that still has room (LPT with a hard cap on tokens);
+1. the number of rows is the smallest multiple of the ranks into which we can fit the samples;
+2. samples go longest first into the *cheapest* row that still has room (LPT with a hard cap on tokens); where that
+   needs more rows than there must be, the longest of them go into the *fullest* row that has room;
 3. rows sorted by cost are dealt so that each micro-step's rows cost alike.
+
+tools/bench/packing.py compares the result with other packers.
 
     ranks = pack(samples, advantages, env_ids, seq_len=2048, num_ranks=8)      # list[list[MicroBatch]]
 """
@@ -12,6 +15,7 @@ FSDP ranks march in step: a micro-step lasts as long as its slowest row. So:
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +27,9 @@ from primerl_hpc.transport.rollouts import MicroBatch
 # Sequence length at which attention costs as much as the matrices: P/(layers·heads·head_dim), 8 k to 27 k tokens for
 # models of 0.6 to 4 B parameters. Only balance depends on it.
 QUADRATIC_AT_TOKENS = 16_384
+
+TIGHT_SHARES = (4, 8, 16)
+"""Where plain LPT finds no room: samples above cap/4 (then /8, /16) are placed for tightness, the rest for cost."""
 
 
 @dataclass
@@ -70,31 +77,63 @@ def cost_of(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
 def assign_rows(lengths: NDArray[np.int64], cap: int, num_ranks: int) -> list[list[int]]:
     """Indices of the samples of each row; rows are a multiple of ``num_ranks`` and may be empty at the end.
 
-    Every length must be in [1, cap]. O((S + rows) log rows) per tried number of rows.
+    Every length must be in [1, cap]. Never more rows than first-fit decreasing needs, rounded up to the multiple.
     """
     order = np.argsort(-lengths, kind="stable").tolist()
     sizes, costs = lengths.tolist(), cost_of(lengths).tolist()
     needed = max(1, -(-int(lengths.sum()) // cap))
     num_rows = -(-needed // num_ranks) * num_ranks
-    while (rows := _place(order, sizes, costs, cap, num_rows)) is None:
+    if (rows := _place(order, sizes, costs, cap, num_rows)) is not None:
+        return rows
+    tight = _first_fit(order, sizes, cap)
+    tight += [[] for _ in range(-len(tight) % num_ranks)]
+    while True:
+        for share in TIGHT_SHARES:
+            if (rows := _place(order, sizes, costs, cap, num_rows, tight_above=cap // share)) is not None:
+                return rows
+        if num_rows >= len(tight):
+            return _even_out(tight, sizes, costs, cap, num_ranks)
         num_rows += num_ranks
-    return rows
+        if (rows := _place(order, sizes, costs, cap, num_rows)) is not None:
+            return rows
 
 
 def _place(
-    order: list[int], sizes: list[int], costs: list[float], cap: int, num_rows: int
+    order: list[int],
+    sizes: list[int],
+    costs: list[float],
+    cap: int,
+    num_rows: int,
+    tight_above: int | None = None,
 ) -> list[list[int]] | None:
-    """Longest first into the cheapest row with room; None when a sample found no row.
+    """Longest first into the cheapest row with room; those above ``tight_above`` into the fullest row with room.
 
-    A row too full for the sample at hand is parked by its room and comes back when samples are small enough, so each
-    placement moves a row at most once in and once out.
+    None when a sample found no row. A row too full for the sample at hand is parked by its room and comes back when
+    samples are small enough, so each placement moves a row at most once in and once out.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    room = [cap] * num_rows
-    cheapest: list[tuple[float, int]] = [(0.0, row) for row in range(num_rows)]
+    room, spent = [cap] * num_rows, [0.0] * num_rows
+    num_tight = 0
+    if tight_above is not None:
+        num_tight = sum(size > tight_above for size in sizes)
+        open_rows: list[tuple[int, int]] = []  # (room, row), the fullest first
+        for index in order[:num_tight]:
+            size = sizes[index]
+            if len(open_rows) < num_rows:
+                row = len(open_rows)
+            elif (position := bisect_left(open_rows, (size, -1))) < num_rows:
+                row = open_rows.pop(position)[1]
+            else:
+                return None
+            rows[row].append(index)
+            room[row] -= size
+            spent[row] += costs[index]
+            insort(open_rows, (room[row], row))
+    cheapest = [(cost, row) for row, cost in enumerate(spent)]
+    heapq.heapify(cheapest)
     parked: list[tuple[int, int, float]] = []  # (-room, row, cost)
     push, pop = heapq.heappush, heapq.heappop
-    for index in order:
+    for index in order[num_tight:]:
         size = sizes[index]
         while parked and -parked[0][0] >= size:
             _, row, cost = pop(parked)
@@ -109,6 +148,38 @@ def _place(
         room[row] -= size
         heapq.heapreplace(cheapest, (cost + costs[index], row))
     return rows
+
+
+def _first_fit(order: list[int], sizes: list[int], cap: int) -> list[list[int]]:
+    """First-fit decreasing, row by row: the longest sample left that fits, until none does."""
+    left = order[::-1]  # shortest first
+    left_sizes = [sizes[index] for index in left]
+    rows: list[list[int]] = []
+    while left:
+        row, room = [], cap
+        while (place := bisect_right(left_sizes, room) - 1) >= 0:
+            room -= left_sizes.pop(place)
+            row.append(left.pop(place))
+        rows.append(row)
+    return rows
+
+
+def _even_out(
+    rows: list[list[int]], sizes: list[int], costs: list[float], cap: int, num_ranks: int
+) -> list[list[int]]:
+    """The samples of each micro-step spread anew over its rows, where that makes its costliest row cheaper."""
+
+    def cost(row: list[int]) -> float:
+        return sum(costs[index] for index in row)
+
+    rows = sorted(rows, key=lambda row: -cost(row))
+    result: list[list[int]] = []
+    for start in range(0, len(rows), num_ranks):
+        step = rows[start : start + num_ranks]
+        order = sorted((index for row in step for index in row), key=lambda index: -sizes[index])
+        spread = _place(order, sizes, costs, cap, num_ranks)
+        result += step if spread is None or max(map(cost, spread)) > cost(step[0]) else spread
+    return result
 
 
 def deal_rows(rows: list[list[int]], row_costs: list[float], num_ranks: int) -> list[list[list[int]]]:

@@ -41,6 +41,33 @@ def test_no_rank_gets_an_empty_row_while_there_are_samples_enough(lengths, num_r
 
 
 @given(lengths_strategy, st.integers(1, 9))
+def test_no_more_rows_than_first_fit_decreasing_needs(lengths, num_ranks):
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, left in enumerate(room) if left >= length]
+        if fitting:
+            room[fitting[0]] -= length
+        else:
+            room.append(CAP - length)
+    rows = assign_rows(np.array(lengths), CAP, num_ranks)
+    assert len(rows) <= -(-len(room) // num_ranks) * num_ranks
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1000), st.integers(1, 8), st.integers(20, 400))
+def test_long_tails_are_cut_as_well_below_the_cap_without_loss(seed, num_ranks, count):
+    """Half of them too long to share a row: where first-fit's rows are taken and evened out."""
+    rng = np.random.default_rng(seed)
+    lengths = np.where(
+        rng.random(count) < 0.5, rng.integers(CAP // 2, CAP + 1, count), rng.integers(1, CAP // 3, count)
+    )
+    rows = assign_rows(lengths, CAP, num_ranks)
+    assert sorted(index for row in rows for index in row) == list(range(count))
+    assert all(lengths[row].sum() <= CAP for row in rows)
+    assert len(rows) % num_ranks == 0
+
+
+@given(lengths_strategy, st.integers(1, 9))
 def test_rows_are_at_most_twice_what_the_tokens_need(lengths, num_ranks):
     rows = assign_rows(np.array(lengths), CAP, num_ranks)
     assert len(rows) <= 2 * -(-sum(lengths) // CAP) + 2 * num_ranks
