@@ -25,7 +25,8 @@ def validate(block: type[B], document: Document) -> B:
 
 def _first_fault(block: type[BaseModel], document: Document, faults: list[ErrorDetails]) -> ConfigError:
     described = [_describe(block, document, fault) for fault in _merge_union_branches(block, faults)]
-    described.sort(key=lambda fault: _line_number(fault.place))
+    # of two faults of one line the misspelt key explains the missing one
+    described.sort(key=lambda fault: (_line_number(fault.place), not fault.cause.startswith("unknown key")))
     first = described[0]
     if len(described) > 1:
         first.cause += f" (and {len(described) - 1} more)"
@@ -107,10 +108,12 @@ def yaml_path(block: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str |
 
 
 def _is_branch(candidate: Any, name: str) -> bool:
+    if not name.isidentifier():  # "tuple[X, ...]", or a tag made for people
+        return True
     if _is_block(candidate):
         tag = candidate.model_fields.get("type")
         return candidate.__name__ == name or (tag is not None and tag.default == name)
-    return not name.isidentifier() or name in ("int", "float", "bool", "str", "constrained-int")
+    return name in ("int", "float", "bool", "str", "constrained-int")
 
 
 def _is_block(candidate: Any) -> bool:

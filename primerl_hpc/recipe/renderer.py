@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
@@ -18,17 +19,18 @@ def renderer_config(model: Model) -> dict[str, Any]:
     return {"name": name, **options}
 
 
-def make_renderer(model: Model, tokenizer: Any) -> Any:
-    """A renderer for ``tokenizer``.
+def make_renderer(model: Model, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A renderer for ``tokenizer``, with a conversation's own ``chat_template_kwargs`` on top of the recipe's options.
 
-    Raises ConfigError when ``auto`` finds no family for the model, or the family needs tokens the tokenizer lacks.
+    Raises ConfigError when ``auto`` finds no family for the model, or the family needs tokens the tokenizer lacks, or
+    knows no such template setting.
     """
     import renderers
     from pydantic import TypeAdapter
 
     config = TypeAdapter(renderers.RendererConfig).validate_python(renderer_config(model))
     try:
-        renderer = renderers.create_renderer(tokenizer, config)
+        renderer = renderers.create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs)
     except (AssertionError, ValueError) as error:
         raise ConfigError(
             f"renderer '{model.renderer.name}' does not fit the tokenizer of {model.name}: {error}",

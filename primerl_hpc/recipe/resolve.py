@@ -5,15 +5,15 @@ The planner is a pure function; this is the step before it that is not.
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema import Model, Recipe
-from primerl_hpc.recipe.sft_rows import read_rows, row_messages
-from primerl_hpc.recipe.training_schema import SFT, SFTData
+from primerl_hpc.recipe.sft_rows import check_row
+from primerl_hpc.recipe.sft_schema import SFT, SFTData
+from primerl_hpc.recipe.sft_tables import first_jsonl_rows
 
 CHECKED_ROWS = 5000
 
@@ -76,14 +76,21 @@ def _check_model_folder(path: Path, place: str) -> None:
 
 
 def _resolve_sft(sft: SFT, document: Document, folder: Path, path: tuple[str, ...]) -> SFT:
-    changes: dict[str, object] = {"data": _resolve_data(sft.data, document, folder, (*path, "data"))}
+    places = [(*path, "data", index) for index in range(len(sft.sources))]
+    if isinstance(sft.data, SFTData):
+        places = [(*path, "data")]
+    sources = tuple(
+        _resolve_data(source, document, folder, place)
+        for source, place in zip(sft.sources, places, strict=True)
+    )
+    changes: dict[str, object] = {"data": sources if isinstance(sft.data, tuple) else sources[0]}
     if sft.validation is not None:
         data = _resolve_data(sft.validation.data, document, folder, (*path, "validation", "data"))
         changes["validation"] = sft.validation.model_copy(update={"data": data})
     return sft.model_copy(update=changes)
 
 
-def _resolve_data(data: SFTData, document: Document, folder: Path, path: tuple[str, ...]) -> SFTData:
+def _resolve_data(data: SFTData, document: Document, folder: Path, path: tuple[str | int, ...]) -> SFTData:
     if not _looks_local(data.path, folder) and Path(data.path).suffix not in (".jsonl", ".parquet"):
         return data
     found = (folder / Path(data.path).expanduser()).resolve()
@@ -98,10 +105,10 @@ def check_rows(path: Path) -> None:
 
     Raises DataError naming file, row and column.
     """
-    if path.suffix == ".parquet" or path.is_dir():
+    if path.suffix != ".jsonl":
         return  # a login node need not have pyarrow
-    rows = list(islice(read_rows(path), CHECKED_ROWS))
+    rows = list(first_jsonl_rows(path, CHECKED_ROWS))
     if not rows:
         raise DataError("no SFT rows", place=str(path))
     for row in rows:
-        row_messages(row)
+        check_row(row)

@@ -24,8 +24,8 @@ from primerl_hpc.common.block import (
 from primerl_hpc.common.names import Kind, is_valid_name
 from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
 from primerl_hpc.recipe.rollout_schema import Environments, Rollouts
+from primerl_hpc.recipe.sft_schema import SFT
 from primerl_hpc.recipe.training_schema import (
-    SFT,
     AdamW,
     Checkpoint,
     Constant,

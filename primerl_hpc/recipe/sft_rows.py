@@ -1,84 +1,21 @@
-"""Rows of supervised data and the conversation each one holds. Read by the trainer, and by `resolve` before a run starts.
+"""One row of supervised data, and the conversation, tools and template settings it holds.
 
-JSONL is read line by line, so columns that only some rows have are kept.
+Read by the trainer, and by `resolve` before a run starts. Every error names file, row and column.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from primerl_hpc.common.errors import DataError, NotFoundError
-from primerl_hpc.recipe.training_schema import SFTData
-
-SUFFIXES = (".jsonl", ".parquet")
+from primerl_hpc.common.errors import DataError
 
 
 @dataclass(frozen=True)
 class Row:
     place: str  # file:row, 1-based, for messages
     values: dict[str, Any]
-
-
-def load_rows(config: SFTData) -> list[Row]:
-    """All rows, in order of files and lines.
-
-    Raises NotFoundError when the path leads nowhere, DataError when a line is no JSON object or there is no row.
-    """
-    path = Path(config.path).expanduser()
-    if path.exists():
-        rows = list(read_rows(path))
-    elif path.is_absolute() or path.suffix in SUFFIXES or config.path.startswith("."):
-        raise NotFoundError("no such SFT data", place=config.path)
-    else:
-        rows = _read_hub(config)
-    if not rows:
-        raise DataError(
-            "no SFT rows", place=config.path, mend="give a .jsonl or .parquet file, or a folder of them"
-        )
-    return rows[: config.num_rows] if config.num_rows else rows
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file, or of every .jsonl and .parquet below a folder, in order of names."""
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
-    for file in files:
-        yield from _read_file(file)
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        for number, values in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
-            yield Row(f"{path}:{number}", values)
-        return
-    if path.suffix != ".jsonl":
-        raise DataError("SFT data must be .jsonl or .parquet", place=str(path))
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"not valid JSON ({error})", place=f"{path}:{number}") from error
-            if not isinstance(values, dict):
-                raise DataError("a row must be a JSON object", place=f"{path}:{number}")
-            yield Row(f"{path}:{number}", values)
-
-
-def _read_hub(config: SFTData) -> list[Row]:
-    import datasets
-
-    try:
-        table = datasets.load_dataset(config.path, config.subset, split=config.split)
-    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, ValueError) as error:
-        raise NotFoundError(f"no dataset '{config.path}' here or on the hub ({error})") from error
-    return [Row(f"{config.path}:{number}", values) for number, values in enumerate(table, start=1)]
 
 
 def row_messages(row: Row) -> list[dict[str, Any]]:
@@ -102,3 +39,60 @@ def _as_messages(row: Row, column: str, *, role: str) -> list[dict[str, Any]]:
     if not is_list:
         raise DataError(f"column '{column}' must hold {'text or ' if role else ''}messages", place=row.place)
     return [{key: each for key, each in message.items() if each is not None} for message in value]
+
+
+def row_tools(row: Row) -> list[dict[str, Any]] | None:
+    """``tools`` or ``tool_defs``, a list or its JSON text, each as ``{"type": "function", "function": {…}}``.
+
+    Environments hand their tools to the renderer in that shape too. Raises DataError.
+    """
+    column = next((name for name in ("tools", "tool_defs") if row.values.get(name)), None)
+    if column is None:
+        return None
+    tools = _parsed(row, column)
+    if not isinstance(tools, list):
+        raise DataError(f"column '{column}' must hold a list of tools", place=row.place)
+    return [_as_tool(row, column, tool) for tool in tools]
+
+
+def _as_tool(row: Row, column: str, tool: Any) -> dict[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"column '{column}': a tool has name, description and parameters, this one is {tool!r:.80}",
+            place=row.place,
+        )
+    parameters = function.get("parameters")
+    if isinstance(parameters, str):
+        parameters = _parsed_text(row, column, parameters)
+    kept = {key: value for key, value in function.items() if value is not None and key != "type"}
+    return {"type": "function", "function": kept | ({} if parameters is None else {"parameters": parameters})}
+
+
+def row_template_kwargs(row: Row) -> dict[str, Any]:
+    """``chat_template_kwargs``, a mapping or its JSON text; what Parquet filled with nulls is left out."""
+    if not row.values.get("chat_template_kwargs"):
+        return {}
+    kwargs = _parsed(row, "chat_template_kwargs")
+    if not isinstance(kwargs, dict):
+        raise DataError("column 'chat_template_kwargs' must hold a mapping", place=row.place)
+    return {key: value for key, value in kwargs.items() if value is not None}
+
+
+def check_row(row: Row) -> None:
+    """Raises DataError for the first column that is not what the trainer needs."""
+    row_messages(row)
+    row_tools(row)
+    row_template_kwargs(row)
+
+
+def _parsed(row: Row, column: str) -> Any:
+    value = row.values[column]
+    return _parsed_text(row, column, value) if isinstance(value, str) else value
+
+
+def _parsed_text(row: Row, column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"column '{column}' holds text that is no JSON ({error})", place=row.place) from error

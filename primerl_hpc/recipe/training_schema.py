@@ -1,4 +1,4 @@
-"""The training half of a recipe: losses, optimizers, schedules, SFT data, memory, checkpoints, weight transport."""
+"""The training half of a recipe: losses, optimizers, schedules, memory, checkpoints, weight transport."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from primerl_hpc.common.block import (
     PositiveInt,
     default_type,
 )
+from primerl_hpc.recipe.sft_schema import SFT
 
 
 class DPPOLoss(Block):
@@ -174,42 +175,6 @@ class Trainer(Block):
     """The same inputs give the same bits, at some cost in speed: torch's deterministic kernels only."""
 
 
-class SFTData(Block):
-    """Rows with ``messages``, or ``prompt`` and ``completion`` (text or messages); ``messages`` wins."""
-
-    path: str
-    """A .jsonl or .parquet file, a folder of them, or a hub dataset id. Relative paths are seen from where you submit."""
-    subset: str | None = None
-    split: str = "train"
-    num_rows: PositiveInt | None = None
-    """Use the first so many rows."""
-
-
-class LossMask(Block):
-    """Which roles' tokens are trained."""
-
-    assistant: Bool = True
-    system: Bool = False
-    user: Bool = False
-    tool: Bool = False
-
-
-class SFTValidation(Block):
-    data: SFTData
-    interval: PositiveInt = 50
-
-
-class SFT(Block):
-    data: SFTData
-    batch_size: PositiveInt = 64
-    """Packed rows of seq_len tokens per step (batch_unit rows), or dataset rows per step (batch_unit samples)."""
-    batch_unit: Literal["rows", "samples"] = "rows"
-    loss_mask: LossMask = LossMask()
-    shuffle: Bool = True
-    """Reshuffled in every epoch from seed + epoch."""
-    validation: SFTValidation | None = None
-
-
 class Checkpoint(Block):
     interval: PositiveInt | None = None
     """Steps between checkpoints; null: only on request, for walltime, and at the end."""
@@ -245,7 +210,6 @@ class Weights(Block):
 
 
 __all__ = [
-    "SFT",
     "SGD",
     "AdamW",
     "CISPOLoss",
@@ -258,11 +222,8 @@ __all__ = [
     "IPOLoss",
     "Linear",
     "Loss",
-    "LossMask",
     "Muon",
     "Optimizer",
-    "SFTData",
-    "SFTValidation",
     "Scheduler",
     "SignSGD",
     "Trainer",

@@ -14,14 +14,14 @@ from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.recipe.sft_rows import load_rows
-from primerl_hpc.recipe.training_schema import SFTData
+from primerl_hpc.recipe.sft_tables import Chain, Rows, open_rows
 from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints, save_checkpoint
 from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
 from primerl_hpc.trainer.core import Core, build_core
 from primerl_hpc.trainer.export import export_weights
 from primerl_hpc.trainer.setup import World, from_leader
-from primerl_hpc.trainer.sft_data import Peers, SFTStream, Tokenizer, all_rows
+from primerl_hpc.trainer.sft_data import SFTStream, all_rows
+from primerl_hpc.trainer.sft_tokens import Peers, Tokenizer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch
 
@@ -36,34 +36,42 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     recipe = phase.recipe
     assert recipe.sft is not None  # validated with the recipe
     core = build_core(recipe, phase.model_path, world, watchdog)
-    renderer = make_renderer(recipe.model, load_tokenizer(recipe, core.folder))
+    text_tokenizer = load_tokenizer(recipe, core.folder)
+    sources = [open_rows(source) for source in recipe.sft.sources]
     stream = SFTStream(
-        make_tokenizer(recipe.sft.data, renderer, recipe, world),
+        make_tokenizer(Chain(sources), text_tokenizer, recipe, world),
         recipe.sft,
         seq_len=recipe.seq_len,
         seed=recipe.seed,
+        sizes=tuple(len(rows) for rows in sources),
     )
-    validation = validation_rows(recipe, renderer, world)
+    validation = validation_rows(recipe, text_tokenizer, world)
     start = from_leader(run.latest_checkpoint() if world.is_leader else None) or 0
     if start:
         stream.position = load_checkpoint(run, core, start)["position"]
         log.info("resumed from checkpoint %d", start)
     reporter = Reporter(run, recipe.steps, world)
+    before: dict[str, float] = {}
+    if validation is not None and recipe.sft.validation.at_start and not start:
+        before["val/initial_loss"], _ = core.evaluate(validation[world.rank :: world.size])
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
         watchdog.beat(f"step {step}, reading its rows")
-        rows, num_samples = stream.next_batch()
+        batch = stream.next_batch()
         load_s = time.perf_counter() - started
-        result = core.train_step(step, rows[world.rank :: world.size], [])
+        result = core.train_step(step, batch.rows[world.rank :: world.size], [])
         loss = result.metrics["loss/mean"]
         metrics = result.metrics | {
             "loss/perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
             "progress/epoch": stream.epoch,
-            "progress/num_samples": num_samples,
+            "progress/num_samples": batch.num_samples,
             "progress/total_samples": stream.position,
             "progress/num_tokens": core.num_tokens,
             "time/load_data": load_s,
+            **batch.metrics,
+            **before,
         }
+        before = {}
         metrics.pop("mismatch_kl/all/mean", None)
         if validation is not None and step % recipe.sft.validation.interval == 0:
             metrics["val/loss"], _ = core.evaluate(validation[world.rank :: world.size])
@@ -100,22 +108,29 @@ def load_tokenizer(recipe: Recipe, folder: Path):
     return AutoTokenizer.from_pretrained(source, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def make_tokenizer(data: SFTData, renderer, recipe: Recipe, world: World) -> Tokenizer:
+def make_tokenizer(rows: Rows, text_tokenizer, recipe: Recipe, world: World) -> Tokenizer:
     def gather(mine: list) -> list[list]:
         everyone: list = [None] * world.size
         dist.all_gather_object(everyone, mine)
         return everyone
 
     assert recipe.sft is not None
-    peers = Peers(world.rank, world.size, gather)
-    return Tokenizer(load_rows(data), renderer, recipe.sft.loss_mask, recipe.seq_len, peers)
+    return Tokenizer(
+        rows,
+        make_renderer(recipe.model, text_tokenizer),
+        recipe.sft.loss_mask,
+        recipe.seq_len,
+        Peers(world.rank, world.size, gather),
+        lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
+    )
 
 
-def validation_rows(recipe: Recipe, renderer, world: World) -> list[MicroBatch] | None:
+def validation_rows(recipe: Recipe, text_tokenizer, world: World) -> list[MicroBatch] | None:
     assert recipe.sft is not None
     if recipe.sft.validation is None:
         return None
-    return all_rows(make_tokenizer(recipe.sft.validation.data, renderer, recipe, world), recipe.seq_len)
+    rows = open_rows(recipe.sft.validation.data)
+    return all_rows(make_tokenizer(rows, text_tokenizer, recipe, world), recipe.seq_len)
 
 
 class Reporter:

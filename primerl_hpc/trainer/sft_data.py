@@ -1,109 +1,80 @@
-"""Supervised data: rows of a file → tokens with a loss mask → packed rows, reproducibly.
+"""Supervised data: samples in a reproducible order, packed into rows.
 
-`SFTStream` is a pure function of data, seed and position: sample number p of the endless stream is row
-``permutation(seed + p // n)[p % n]``. Every rank makes the same packing and takes its share, so a batch does not depend
-on the number of ranks, and a checkpoint needs one integer.
+`SFTStream` is a pure function of data, seed and position: sample number p of the endless stream is a row of the mixture's
+order. Every rank makes the same packing and takes its share, so a batch does not depend on the number of ranks, and a
+checkpoint needs one integer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.recipe.sft_rows import Row, row_messages
-from primerl_hpc.recipe.training_schema import SFT, LossMask
+from primerl_hpc.recipe.sft_schema import SFT
+from primerl_hpc.trainer.sft_mixture import Mixture, Order, shares
+from primerl_hpc.trainer.sft_tokens import Sample, Tokenizer
 from primerl_hpc.transport.rollouts import MicroBatch
 
 WINDOW_SAMPLES = 1024  # samples that the ranks make together, ahead of their use
 
 
-@dataclass
-class Sample:
-    input_ids: NDArray[np.int64]
-    is_trained: NDArray[np.bool_]
-
-
 @dataclass(frozen=True)
-class Peers:
-    """Ranks that share the work of making samples. ``gather``: every rank's list, in order of ranks."""
-
-    rank: int = 0
-    size: int = 1
-    gather: Callable[[list], list[list]] = lambda mine: [mine]
-
-
-class Tokenizer:
-    """Rows → samples, each made once, by one of the peers. Token ownership is the renderer's, not guessed from text."""
-
-    def __init__(
-        self, rows: list[Row], renderer: Any, mask: LossMask, seq_len: int, peers: Peers | None = None
-    ) -> None:
-        self.rows, self.renderer, self.seq_len, self.peers = rows, renderer, seq_len, peers or Peers()
-        self.trains_assistant = mask.assistant
-        self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
-        self._samples: dict[int, Sample] = {}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
-
-    def prepare(self, indices: list[int]) -> None:
-        """Make the samples of these rows, shared out among the peers. All peers ask for the same rows."""
-        missing = [index for index in dict.fromkeys(indices) if index not in self._samples]
-        if not missing:
-            return
-        mine = [self._make(self.rows[index]) for index in missing[self.peers.rank :: self.peers.size]]
-        for rank, samples in enumerate(self.peers.gather(mine)):
-            self._samples.update(zip(missing[rank :: self.peers.size], samples, strict=True))
-
-    def _make(self, row: Row) -> Sample:
-        from renderers.base import build_training_sample
-
-        messages = row_messages(row)
-        rendered = build_training_sample(
-            self.renderer,
-            messages,
-            role_to_mask=lambda message: message["role"] == "assistant" and self.trains_assistant,
-            content_sft_roles=self.body_roles,
-            tools=row.values.get("tools"),
-            ensure_final_stop=True,
-        )
-        ids = np.array(rendered.token_ids[: self.seq_len], np.int64)
-        is_trained = np.array(rendered.loss_mask[: self.seq_len], np.bool_)
-        is_trained[:1] = False  # nothing predicts the first token
-        return Sample(ids, is_trained)
+class Batch:
+    rows: list[MicroBatch]
+    """All ranks' packed rows of one step."""
+    num_samples: int
+    metrics: dict[str, float]
+    """Share of each source in the samples and in the tokens, where there are several."""
 
 
 class SFTStream:
     """The endless stream of samples, cut into batches of packed rows."""
 
     def __init__(
-        self, tokenizer: Tokenizer, config: SFT, *, seq_len: int, seed: int, position: int = 0
+        self,
+        tokenizer: Tokenizer,
+        config: SFT,
+        *,
+        seq_len: int,
+        seed: int,
+        sizes: tuple[int, ...] | None = None,
+        position: int = 0,
     ) -> None:
-        self.tokenizer, self.config, self.seq_len, self.seed = tokenizer, config, seq_len, seed
+        """``sizes``: rows of each of the config's sources; default: all are of the one source."""
+        self.tokenizer, self.config, self.seq_len = tokenizer, config, seq_len
+        sizes = sizes or (len(tokenizer),)
+        self._ends = list(itertools.accumulate(sizes))
+        weights = [source.probability for source in config.sources if source.probability is not None]
+        self.order = Order(
+            Mixture(
+                sizes,
+                shares(weights) if weights else None,
+                ends_with_last=config.stopping == "all_exhausted",
+                shuffle=config.shuffle,
+                seed=seed,
+            )
+        )
         self.position = position  # samples taken so far
-        self._epoch, self._order = -1, np.arange(0)
         self._prepared = position  # samples before this one are made
+        self._taken: list[tuple[int, int]] = []  # (source, tokens) of the batch being made
 
     @property
     def epoch(self) -> float:
-        return self.position / len(self.tokenizer)
+        return self.order.epochs(self.position)
 
-    def next_batch(self) -> tuple[list[MicroBatch], int]:
-        """All ranks' packed rows of the next step, and how many samples they hold."""
+    def next_batch(self) -> Batch:
+        """The packed rows of the next step."""
+        self._taken = []
         if self.config.batch_unit == "samples":
             samples = [self._take() for _ in range(self.config.batch_size)]
             rows = pack_best_fit(samples, self.seq_len)
         else:
             rows = self._fill_rows()
-        return [make_row(row) for row in rows], sum(len(row) for row in rows)
+        return Batch([make_row(row) for row in rows], sum(len(row) for row in rows), self._source_metrics())
 
     def _fill_rows(self) -> list[list[Sample]]:
         rows: list[list[Sample]] = [[]]
@@ -114,6 +85,7 @@ class SFTStream:
             if used + len(sample.input_ids) > self.seq_len:
                 if len(rows) == self.config.batch_size:
                     self.position = before
+                    self._taken.pop()
                     return rows
                 rows.append([])
                 used = 0
@@ -125,28 +97,34 @@ class SFTStream:
         for _ in range(len(self.tokenizer)):
             if self.position >= self._prepared:
                 self._prepare()
-            sample = self.tokenizer[self._index(self.position)]
+            index = self.order.row(self.position)
+            sample = self.tokenizer[index]
             self.position += 1
             if sample.is_trained.any():
+                self._taken.append((bisect.bisect_right(self._ends, index), len(sample.input_ids)))
                 return sample
         raise DataError(
             "no row has a token to train on",
-            place=self.config.data.path,
+            place=", ".join(source.path for source in self.config.sources),
             mend="look at sft.loss_mask and seq_len",
         )
 
     def _prepare(self) -> None:
         self._prepared = self.position + min(WINDOW_SAMPLES, len(self.tokenizer))
-        self.tokenizer.prepare([self._index(position) for position in range(self.position, self._prepared)])
+        self.tokenizer.prepare(
+            [self.order.row(position) for position in range(self.position, self._prepared)]
+        )
 
-    def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self.tokenizer))
-        if not self.config.shuffle:
-            return offset
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng(self.seed + epoch).permutation(len(self.tokenizer))
-        return int(self._order[offset])
+    def _source_metrics(self) -> dict[str, float]:
+        if len(self.config.sources) < 2:
+            return {}
+        sources, tokens = np.array(self._taken).T
+        metrics: dict[str, float] = {}
+        for number, source in enumerate(self.config.sources):
+            is_of = sources == number
+            metrics[f"progress/{source.label}/ratio_samples"] = float(is_of.mean())
+            metrics[f"progress/{source.label}/ratio_tokens"] = float(tokens[is_of].sum() / tokens.sum())
+        return metrics
 
 
 def all_rows(tokenizer: Tokenizer, seq_len: int) -> list[MicroBatch]:
@@ -178,7 +156,7 @@ def make_row(samples: list[Sample]) -> MicroBatch:
     trained = np.concatenate([sample.is_trained for sample in samples])
     zeros = np.zeros(len(trained), np.float32)
     return MicroBatch(
-        input_ids=np.concatenate([sample.input_ids for sample in samples]),
+        input_ids=np.concatenate([sample.input_ids for sample in samples]).astype(np.int64),
         position_ids=np.concatenate([np.arange(length) for length in lengths]),
         loss_mask=np.zeros(len(trained), np.bool_),  # sampled by no policy: no mismatch to measure
         advantages=zeros,

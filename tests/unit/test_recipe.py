@@ -19,6 +19,13 @@ max_steps: 3
 environments:
   train: [{id: reverse-text}]
 """
+SUPERVISED = """\
+kind: sft
+name: small
+model: {name: some/model}
+max_steps: 3
+sft:
+"""
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> str:
@@ -66,6 +73,15 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
     [
         (MINIMAL + "optimizer: {lrr: 1}\n", [":7", "'optimizer.lrr'", "'optimizer.lr'"]),
         (MINIMAL + "lr: 1\n", [":7", "unknown key 'lr'", "'optimizer.lr'"]),
+        (
+            SUPERVISED + "  data: [{path: a.jsonl}, {pat: b.jsonl}]\n",
+            [":6", "'sft.data.1.pat'", "'sft.data.1.path'"],
+        ),
+        (SUPERVISED + "  data: {path: a.jsonl, nmae: x}\n", [":6", "'sft.data.nmae'", "'sft.data.name'"]),
+        (
+            SUPERVISED + "  data: [{path: a.jsonl, probability: 1}, {path: b.jsonl}]\n",
+            ["probability, or none"],
+        ),
         (MINIMAL + "seed: many\n", [":7", "seed", "integer", "'many'"]),
         (MINIMAL + "seed: true\n", [":7", "seed", "integer"]),
         (MINIMAL + "loss:\n  type: ppo\n", ["loss.type", "'dppo'", "'ppo'"]),

@@ -1,5 +1,6 @@
 """Supervised data: what is trained, what is refused, and that a position alone decides the next batch."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primerl_hpc.common.errors import DataError, NotFoundError
-from primerl_hpc.recipe.sft_rows import Row, load_rows, row_messages
-from primerl_hpc.recipe.training_schema import SFT, LossMask, SFTData
-from primerl_hpc.trainer.sft_data import (
-    Peers,
-    Sample,
-    SFTStream,
-    Tokenizer,
-    pack_best_fit,
-)
+from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
+from primerl_hpc.recipe.renderer import make_renderer
+from primerl_hpc.recipe.schema import Model
+from primerl_hpc.recipe.sft_rows import Row, row_messages, row_tools
+from primerl_hpc.recipe.sft_schema import SFT, LossMask, SFTData
+from primerl_hpc.recipe.sft_tables import Chain, open_rows
+from primerl_hpc.trainer import sft_tokens
+from primerl_hpc.trainer.sft_data import SFTStream, pack_best_fit
+from primerl_hpc.trainer.sft_mixture import Mixture, Order, shares
+from primerl_hpc.trainer.sft_tokens import Peers, Sample, Tokenizer
 from tests.support import make_tiny_model
 
 
@@ -35,6 +36,10 @@ def rows_of(*values: dict) -> list[Row]:
     return [Row(f"data.jsonl:{number}", each) for number, each in enumerate(values, start=1)]
 
 
+def all_values(rows) -> list[dict]:
+    return [rows[index].values for index in range(len(rows))]
+
+
 def demonstrations(count: int) -> list[Row]:
     return rows_of(*({"prompt": "a" * (1 + i % 7), "completion": "b" * (1 + i % 5)} for i in range(count)))
 
@@ -50,9 +55,9 @@ def test_mixed_columns_of_jsonl_files_lose_nothing(tmp_path):
     values = [{"messages": [{"role": "user", "content": "x"}]}, {"prompt": "p", "completion": "c", "more": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, values)) + "\n")
     (tmp_path / "b.jsonl").write_text('{"prompt": "q", "completion": "d"}\n')
-    rows = load_rows(SFTData(path=str(tmp_path)))
-    assert [row.values for row in rows] == [*values, {"prompt": "q", "completion": "d"}]
-    assert len(load_rows(SFTData(path=str(tmp_path), num_rows=2))) == 2
+    rows = open_rows(SFTData(path=str(tmp_path)))
+    assert all_values(rows) == [*values, {"prompt": "q", "completion": "d"}]
+    assert len(open_rows(SFTData(path=str(tmp_path), num_rows=2))) == 2
 
 
 def test_parquet_rows_are_read(tmp_path):
@@ -61,10 +66,8 @@ def test_parquet_rows_are_read(tmp_path):
 
     table = pyarrow.table({"prompt": ["p", "q"], "completion": ["c", "d"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert [row.values["completion"] for row in load_rows(SFTData(path=str(tmp_path / "a.parquet")))] == [
-        "c",
-        "d",
-    ]
+    rows = open_rows(SFTData(path=str(tmp_path / "a.parquet")))
+    assert [values["completion"] for values in all_values(rows)] == ["c", "d"]
 
 
 def test_bad_rows_are_named_by_file_row_and_column(tmp_path):
@@ -74,9 +77,9 @@ def test_bad_rows_are_named_by_file_row_and_column(tmp_path):
         row_messages(rows_of({"messages": ["x"]})[0])
     (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\nno json\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: not valid JSON"):
-        load_rows(SFTData(path=str(tmp_path / "a.jsonl")))
+        all_values(open_rows(SFTData(path=str(tmp_path / "a.jsonl"))))
     with pytest.raises(NotFoundError):
-        load_rows(SFTData(path=str(tmp_path / "none.jsonl")))
+        open_rows(SFTData(path=str(tmp_path / "none.jsonl")))
 
 
 def test_messages_win_over_prompt_and_completion():
@@ -106,7 +109,7 @@ def test_rows_without_a_trained_token_are_skipped_and_all_such_is_an_error(rende
     config = SFT(data=SFTData(path="x"), batch_unit="samples", batch_size=2, shuffle=False)
     rows = rows_of({"messages": [{"role": "user", "content": "u"}]}, {"prompt": "p", "completion": "c"})
     stream = SFTStream(Tokenizer(rows, renderer, LossMask(), 64), config, seq_len=64, seed=0)
-    assert stream.next_batch()[1] == 2
+    assert stream.next_batch().num_samples == 2
     assert stream.position == 4
     stream = SFTStream(Tokenizer(rows[:1], renderer, LossMask(), 64), config, seq_len=64, seed=0)
     with pytest.raises(DataError, match="no row has a token to train on"):
@@ -126,7 +129,7 @@ def test_a_stream_from_a_saved_position_goes_on_exactly(renderer, unit):
         straight.next_batch()
     resumed = stream(straight.position)
     for _ in range(6):
-        one, other = straight.next_batch()[0], resumed.next_batch()[0]
+        one, other = straight.next_batch().rows, resumed.next_batch().rows
         assert [row.input_ids.tolist() for row in one] == [row.input_ids.tolist() for row in other]
         assert unit == "samples" or len(one) == 3
         assert all(row.num_tokens <= 48 for row in one)
@@ -136,7 +139,7 @@ def test_an_epoch_gives_every_row_once_and_the_next_one_in_another_order(rendere
     config = SFT(data=SFTData(path="x"), batch_unit="samples", batch_size=6)
     rows = rows_of(*({"prompt": letter, "completion": letter} for letter in "abcdef"))
     stream = SFTStream(Tokenizer(rows, renderer, LossMask(), 64), config, seq_len=4, seed=5)
-    orders = [[stream._index(epoch * 6 + offset) for offset in range(6)] for epoch in range(3)]
+    orders = [[stream.order.row(epoch * 6 + offset) for offset in range(6)] for epoch in range(3)]
     assert all(sorted(order) == list(range(6)) for order in orders)
     assert len({tuple(order) for order in orders}) > 1
 
@@ -145,7 +148,7 @@ def test_peers_share_the_work_and_get_the_same_samples(renderer):
     rows = demonstrations(10)
     alone = Tokenizer(rows, renderer, LossMask(), 48)
     alone.prepare(list(range(10)))
-    shares = [[alone._make(row) for row in rows[rank::3]] for rank in range(3)]
+    shares = [[alone.make(row) for row in rows[rank::3]] for rank in range(3)]
     shared = Tokenizer(rows, renderer, LossMask(), 48, Peers(0, 3, lambda mine: [mine, *shares[1:]]))
     shared.prepare(list(range(10)))
     for index in range(10):
@@ -162,3 +165,181 @@ def test_packing_holds_every_sample_once_and_no_row_overflows(lengths):
     assert sorted(int(sample.input_ids[0]) for row in rows for sample in row) == list(range(len(lengths)))
     assert all(sum(len(sample.input_ids) for sample in row) <= 20 for row in rows)
     assert len(rows) <= 2 * sum(lengths) / 20 + 1
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(renderer):
+    return renderer.tokenizer
+
+
+def test_datasets_saved_to_disk_are_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"prompt": letter, "completion": letter} for letter in "ab"])
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "many"))
+    assert [each["prompt"] for each in all_values(open_rows(SFTData(path=str(tmp_path / "one"))))] == [
+        "a",
+        "b",
+    ]
+    test = open_rows(SFTData(path=str(tmp_path / "many"), split="test"))
+    assert all_values(test) == [{"prompt": "b", "completion": "b"}]
+
+
+TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+WRAPPED = {"type": "function", "function": TOOL}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tools": [WRAPPED]},
+        {"tool_defs": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"tools": None, "tool_defs": json.dumps([WRAPPED])},
+        {"tools": [{**TOOL, "parameters": json.dumps(TOOL["parameters"]), "strict": None}]},
+    ],
+)
+def test_tools_come_in_many_shapes_and_leave_in_one(values):
+    assert row_tools(rows_of(values)[0]) == [WRAPPED]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tools": "no json"}, "column 'tools' holds text that is no JSON"),
+        ({"tools": {"name": "x"}}, "column 'tools' must hold a list of tools"),
+        ({"tool_defs": [{"nam": "x"}]}, "column 'tool_defs': a tool has name"),
+    ],
+)
+def test_tools_that_are_none_are_refused_by_row_and_column(values, said):
+    with pytest.raises(DataError, match=rf"data\.jsonl:1: {said}"):
+        row_tools(rows_of(values)[0])
+
+
+def template_tokenizer(chat_tokenizer, template: str):
+    """The tiny tokenizer with another chat template."""
+    other = copy.deepcopy(chat_tokenizer)
+    other.chat_template = template
+    return other
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if shout is defined %}!{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# like templates that keep the reasoning of the last reply only
+UNSTABLE = CHATML.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}#{% endif %}{{ m.content }}"
+)
+TURNS = {
+    "messages": [
+        {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)
+    ]
+}
+
+
+def by_template(chat_tokenizer, template: str, values: dict, mask: LossMask | None = None) -> str:
+    model = Model(name="tiny", renderer={"name": "default"})
+    text_tokenizer = template_tokenizer(chat_tokenizer, template)
+    tokenizer = Tokenizer(
+        rows_of(values),
+        make_renderer(model, text_tokenizer),
+        mask or LossMask(),
+        128,
+        make_renderer=lambda kwargs: make_renderer(model, text_tokenizer, kwargs),
+    )
+    tokenizer.prepare([0])
+    sample = tokenizer[0]
+    return text_tokenizer.decode(sample.input_ids[sample.is_trained])
+
+
+def test_a_chat_template_trains_replies_and_their_stop_without_scaffold(chat_tokenizer):
+    assert by_template(chat_tokenizer, CHATML, TURNS) == "b<|im_end|>d<|im_end|>"
+
+
+def test_template_settings_of_a_row_reach_the_template(chat_tokenizer, renderer):
+    row = {**TURNS, "chat_template_kwargs": json.dumps({"shout": True, "unset": None})}
+    model = Model(name="tiny", renderer={"name": "default"})
+    text_tokenizer = template_tokenizer(chat_tokenizer, CHATML)
+    tokenizer = Tokenizer(
+        rows_of(row, TURNS),
+        make_renderer(model, text_tokenizer),
+        LossMask(),
+        128,
+        make_renderer=lambda kwargs: make_renderer(model, text_tokenizer, kwargs),
+    )
+    tokenizer.prepare([0, 1])
+    shouted, plain = (text_tokenizer.decode(tokenizer[index].input_ids) for index in (0, 1))
+    assert "!b" in shouted and "!" not in plain
+    with pytest.raises(DataError, match=r"data\.jsonl:1: column 'chat_template_kwargs'.*shout"):
+        Tokenizer(rows_of(row), renderer, LossMask(), 64).prepare([0])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(chat_tokenizer):
+    with pytest.raises(DataError, match=r"data\.jsonl:1: the chat template renders .* turn 2 differently"):
+        by_template(chat_tokenizer, UNSTABLE, TURNS)
+    one_turn = {"messages": TURNS["messages"][:2]}
+    assert by_template(chat_tokenizer, UNSTABLE, one_turn).endswith("#b<|im_end|>")
+    with pytest.raises(ConfigError, match="cannot tell the text of user turns"):
+        by_template(chat_tokenizer, CHATML, TURNS, LossMask(user=True))
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+    st.data(),
+)
+@settings(deadline=None)
+def test_an_epoch_of_a_mixture_ends_where_it_says_and_gives_what_it_must(sizes, to_last, shuffle, seed, data):
+    weights = data.draw(st.lists(st.floats(0.2, 1.0), min_size=len(sizes), max_size=len(sizes)))
+    mixture = Mixture(tuple(sizes), shares(weights), ends_with_last=to_last, shuffle=shuffle, seed=seed)
+    rows = mixture.order(0)
+    ends = np.cumsum(sizes)
+    counts = np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(sizes))
+    distinct = [len({row for row in rows if ends[i] - size <= row < ends[i]}) for i, size in enumerate(sizes)]
+    is_whole = [count >= size for count, size in zip(counts, sizes, strict=True)]
+    assert all(is_whole) if to_last else any(is_whole)
+    assert distinct == [min(count, size) for count, size in zip(counts, sizes, strict=True)]
+    shorter = np.bincount(np.searchsorted(ends, rows[:-1], side="right"), minlength=len(sizes))
+    was_whole = [count >= size for count, size in zip(shorter, sizes, strict=True)]
+    assert not (all(was_whole) if to_last else any(was_whole))
+
+
+def test_a_mixture_keeps_its_shares_and_its_place(renderer):
+    order = Order(Mixture((40, 400), (0.75, 0.25), seed=3))
+    rows = [order.row(position) for position in range(4000)]
+    assert np.mean(np.array(rows) < 40) == pytest.approx(0.75, abs=0.03)
+    other = Order(Mixture((40, 400), (0.75, 0.25), seed=3))
+    assert [other.row(position) for position in (3999, 0, 1700)] == [rows[3999], rows[0], rows[1700]]
+    lengths = [len(order.mixture.order(epoch)) for epoch in range(2)]
+    assert order.epochs(lengths[0]) == 1.0 and order.epochs(lengths[0] + lengths[1] // 2) < 2
+
+
+def test_batches_of_a_mixture_tell_the_share_of_each_source(renderer):
+    sources = (SFTData(path="a.jsonl", probability=3), SFTData(path="b.jsonl", probability=1))
+    config = SFT(data=sources, batch_unit="samples", batch_size=200)
+    parts = [demonstrations(30), demonstrations(50)]
+    tokenizer = Tokenizer(Chain(parts), renderer, LossMask(), 48)
+    stream = SFTStream(tokenizer, config, seq_len=48, seed=1, sizes=(30, 50))
+    metrics = stream.next_batch().metrics
+    assert metrics["progress/a/ratio_samples"] == pytest.approx(0.75, abs=0.1)
+    assert sum(metrics[f"progress/{name}/ratio_tokens"] for name in "ab") == pytest.approx(1)
+
+
+def test_samples_are_forgotten_when_too_many_are_kept(renderer, monkeypatch):
+    monkeypatch.setattr(sft_tokens, "KEPT_TOKENS", 100)
+    tokenizer = Tokenizer(demonstrations(60), renderer, LossMask(), 48)
+    for start in range(0, 60, 10):
+        tokenizer.prepare(list(range(start, start + 10)))
+        assert all(len(tokenizer[index].input_ids) for index in range(start, start + 10))
+    assert len(tokenizer._samples) < 30
+
+
+def test_sources_must_fit_together():
+    with pytest.raises(ValueError, match="every source a probability, or none"):
+        SFT(data=[{"path": "a.jsonl", "probability": 1}, {"path": "b.jsonl"}])
+    with pytest.raises(ValueError, match="two sources are called 'a'"):
+        SFT(data=[{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}])
