@@ -15,7 +15,7 @@ def read_directives(script: str) -> list[tuple[str, str | None]]:
             for word in _words(line.removeprefix("#SBATCH")):
                 name, equals, value = word.removeprefix("--").partition("=")
                 found.append((name, value if equals else None))
-        elif line and not line.startswith("#"):
+        elif line.strip() and not line.strip().startswith("#"):
             break
     return found
 

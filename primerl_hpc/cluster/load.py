@@ -30,8 +30,9 @@ class LoadedProfile:
 
     @property
     def text(self) -> str:
-        """YAML of the profile as it is used: the file itself with its comments, or what overrides made of it."""
-        return dump_yaml(self.document.values) if self.is_changed else self.path.read_text()
+        """YAML of the profile as it is used: the file itself with its comments, or what was made of it."""
+        is_whole = not self.is_changed and self.profile.templates is None
+        return self.path.read_text() if is_whole else dump_yaml(self.document.values)
 
 
 def load_profile(
@@ -49,7 +50,19 @@ def load_profile(
     above = [(key, value, variable) for variable, key, value in env.profile_overrides(environ)]
     for key, value, origin in [*above, *((key, value, "--profile-set") for key, value in changes)]:
         document = document.overlay(from_override(key, value, origin, is_text=is_text(Profile, key)))
-    return LoadedProfile(validate(Profile, document), document, path, is_changed=bool(above or changes))
+    profile = _find_templates(validate(Profile, document), document, path)
+    return LoadedProfile(profile, document, path, is_changed=bool(above or changes))
+
+
+def _find_templates(profile: Profile, document: Document, path: Path) -> Profile:
+    """With ``templates`` as an absolute folder, in the document too: the frozen profile lies elsewhere."""
+    if profile.templates is None:
+        return profile
+    folder = (path.parent / Path(profile.templates).expanduser()).resolve()
+    if not folder.is_dir():
+        raise NotFoundError(f"templates: no folder {folder}", place=document.place(("templates",)))
+    document.values["templates"] = str(folder)
+    return profile.model_copy(update={"templates": str(folder)})
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from primerl_hpc.common.block import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Variables,
 )
 from primerl_hpc.common.names import Role, is_valid_name
 from primerl_hpc.common.slurm import minutes
@@ -61,12 +62,15 @@ def _check_word(value: str) -> str:
     return value
 
 
-def _check_variables(value: dict[str, str]) -> dict[str, str]:
-    for name, text in value.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} cannot be the name of an environment variable")
-        if "\0" in text:
-            raise ValueError(f"the value of {name} has a NUL character")
+def _check_no_option(value: str) -> str:
+    if value.startswith("-"):
+        raise ValueError("must not start with '-': it would be read as an option")
+    return value
+
+
+def _check_no_comma(value: str) -> str:
+    if "," in value:
+        raise ValueError("must not have a comma, which separates mounts; write each as an item of its own")
     return value
 
 
@@ -74,7 +78,8 @@ SlurmTime = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_
 OneLine = Annotated[str, AfterValidator(_check_one_line), AfterValidator(_check_given)]
 Word = Annotated[str, AfterValidator(_check_word)]
 Memory = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_memory)]
-Variables = Annotated[dict[str, str], AfterValidator(_check_variables)]
+Program = Annotated[OneLine, AfterValidator(_check_no_option)]
+Mount = Annotated[Program, AfterValidator(_check_no_comma)]
 MailType = Literal[
     *("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT"),
     *("TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50"),
@@ -212,9 +217,9 @@ class Network(Block):
 
 class Container(Block):
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    image: Annotated[OneLine, Field(pattern="^[^-]")] | None = None
+    image: Program | None = None
     """File, or registry address."""
-    mounts: tuple[OneLine, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     """``host:container[:flags]``"""
 
     @model_validator(mode="after")
@@ -227,7 +232,7 @@ class Container(Block):
 class Environment(Block):
     """The software of one role: an interpreter, or a container with one."""
 
-    python: OneLine | None = None
+    python: Program | None = None
     """Python interpreter; null: the one that submits."""
     container: Container = Container()
     env: Variables = Field(default_factory=dict)
@@ -263,6 +268,8 @@ class Profile(Block):
     """Shared folder under which run directories are made; default ./runs. ``~`` and ``$VARIABLES`` are expanded."""
     scratch: str | None = None
     """Node-local folder for caches; default: the system's temporary folder."""
+    templates: OneLine | None = None
+    """Folder of sbatch templates of this site's own, relative to this file: ``job.sbatch.j2``, ``partials/*.j2``."""
     offline: Bool = True
     """No internet on compute nodes: hub libraries are told so."""
 

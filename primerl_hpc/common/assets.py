@@ -49,4 +49,11 @@ def list_assets(kind: str, pattern: str = "*.yaml") -> list[str]:
 
 
 def template_dirs() -> list[Path]:
-    return [path for root in asset_roots() if (path := root / "templates" / "sbatch").is_dir()]
+    """Folders of sbatch templates, best first: PRIMERL_TEMPLATES, the state home's, then the shipped ones."""
+    own = [env.templates(), env.state_home() / "templates" / "sbatch"]
+    return [*(path for path in own if path is not None and path.is_dir()), *shipped_template_dirs()]
+
+
+def shipped_template_dirs() -> list[Path]:
+    shipped = [root for root in asset_roots() if root != env.state_home()]
+    return [path for root in shipped if (path := root / "templates" / "sbatch").is_dir()]

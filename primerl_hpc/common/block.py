@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Block(BaseModel):
     """One YAML block. A field's meaning is the docstring under it; `explain` and `schema` print it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _check_variables(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} cannot be the name of an environment variable")
+        if "\0" in text:
+            raise ValueError(f"the value of {name} has a NUL character")
+    return value
 
 
 Int = Annotated[int, Field(strict=True)]
@@ -22,6 +32,8 @@ NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 Bool = Annotated[bool, Field(strict=True)]
 Auto = Literal["auto"]
+Variables = Annotated[dict[str, str], AfterValidator(_check_variables)]
+"""Environment variables."""
 Scalar = str | Bool | Int | Float | None
 
 

@@ -1,7 +1,8 @@
 """Every environment variable the project reads or writes for itself. No other module reads os.environ for these.
 
 Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
-(where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
+(where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_TEMPLATES`` (a folder of your own sbatch templates),
+``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
 levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
 the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``cluster/load.py``.
 """
@@ -24,11 +25,12 @@ ENGINE_API_KEY = (
 HOME = "PRIMERL_HOME"
 RUNS_DIR = "PRIMERL_RUNS_DIR"
 PROFILE = "PRIMERL_PROFILE"
+TEMPLATES = "PRIMERL_TEMPLATES"
 DEBUG = "PRIMERL_DEBUG"
 _PROFILE_PREFIX = "PRIMERL_PROFILE__"
 
 RESERVED = frozenset(
-    {RUN_DIR, PROCESS, PHASE, ATTEMPT, INCARNATION, ENGINE_API_KEY, HOME, RUNS_DIR, PROFILE, DEBUG}
+    {RUN_DIR, PROCESS, PHASE, ATTEMPT, INCARNATION, ENGINE_API_KEY, HOME, RUNS_DIR, PROFILE, TEMPLATES, DEBUG}
 )
 
 
@@ -66,6 +68,10 @@ def runs_dir() -> Path:
 
 def default_profile() -> str | None:
     return os.environ.get(PROFILE) or None
+
+
+def templates() -> Path | None:
+    return Path(folder).expanduser() if (folder := os.environ.get(TEMPLATES)) else None
 
 
 def is_debug() -> bool:

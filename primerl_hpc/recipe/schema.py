@@ -20,6 +20,7 @@ from primerl_hpc.common.block import (
     PositiveFloat,
     PositiveInt,
     Scalar,
+    Variables,
 )
 from primerl_hpc.common.names import Kind, is_valid_name
 from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
@@ -179,7 +180,7 @@ class Recipe(Block):
     weights: Weights = Weights()
     tracking: Tracking = Tracking()
     timeouts: Timeouts = Timeouts()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Variables = Field(default_factory=dict)
     """Environment variables for every role; a profile's are below, these win."""
 
     @field_validator("name")

@@ -2,18 +2,24 @@
 
 ``q`` quotes for the shell, ``directive`` for an ``#SBATCH`` line, which SLURM parses with quotes of its own and where
 a line break would start a new line of the script.
+
+Templates are looked for in the folders of `template_dirs`, the user's own before the shipped ones, file by file; under
+``shipped/`` a user's template finds the original that it takes the place of, to extend or include it.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 import jinja2
 
 from primerl_hpc.cluster.directives import options
-from primerl_hpc.common.assets import template_dirs
-from primerl_hpc.common.errors import ConfigError, NotFoundError
+from primerl_hpc.common.assets import shipped_template_dirs, template_dirs
+from primerl_hpc.common.errors import ConfigError, NotFoundError, PrimerlError
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\-\[\]~]*")
 
@@ -34,9 +40,12 @@ def quote_directive(value: object) -> str:
     return f'"{escaped}"'
 
 
-def make_engine() -> jinja2.Environment:
+def make_engine(first: Sequence[Path] = ()) -> jinja2.Environment:
+    """``first``: folders that come before all others."""
+    shipped = jinja2.FileSystemLoader([str(path) for path in shipped_template_dirs()])
+    every = jinja2.FileSystemLoader([str(path) for path in (*first, *template_dirs())])
     engine = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([str(path) for path in template_dirs()]),
+        loader=jinja2.ChoiceLoader([jinja2.PrefixLoader({"shipped": shipped}), every]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -49,13 +58,28 @@ def make_engine() -> jinja2.Environment:
     return engine
 
 
-def render_template(name: str, **variables: object) -> str:
-    """Raises NotFoundError for a template that is nowhere, ConfigError for one that does not render."""
+def render_template(name: str, *, first: Sequence[Path] = (), **variables: object) -> str:
+    """Raises NotFoundError for a template that is nowhere, ConfigError with file and line for one that does not render."""
     try:
-        return make_engine().get_template(name).render(**variables)
+        return make_engine(first).get_template(name).render(**variables)
     except jinja2.TemplateNotFound as error:
-        raise NotFoundError(f"no template '{error.name}'") from None
+        place = _place(error)
+        folders = ", ".join(str(path) for path in (*first, *template_dirs()))
+        raise NotFoundError(f"no template '{error.name}'", place=place, mend=f"looked in {folders}") from None
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"template: {error.message}", place=f"{error.filename}:{error.lineno}") from None
     except jinja2.UndefinedError as error:
-        raise ConfigError(f"template {name}: {error.message}") from None
+        known = ", ".join(sorted(variables))
+        raise ConfigError(
+            f"template: {error.message}", place=_place(error) or name, mend=f"variables are {known}"
+        ) from None
+    except PrimerlError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template is a program: whatever it raises is its author's to know
+        raise ConfigError(f"template: {type(error).__name__}: {error}", place=_place(error) or name) from None
+
+
+def _place(error: BaseException) -> str:
+    """``file:line`` of the innermost template, as Jinja puts it into the traceback; empty when none was running."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".j2")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
