@@ -111,6 +111,28 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def read_last_jsonl(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[dict[str, Any]]:
+    """The last ``count`` whole rows of a JSON-lines file, oldest first, read from its end backwards."""
+    data = b""
+    try:
+        with path.open("rb") as file:
+            start = file.seek(0, os.SEEK_END)
+            while start > 0 and data.count(b"\n") <= count:
+                size = min(block_bytes, start)
+                start = file.seek(start - size)
+                data = file.read(size) + data
+    except FileNotFoundError:
+        return []
+    lines = data.split(b"\n")[0 if start == 0 else 1 :]
+    rows = []
+    for line in lines[-count - 1 :]:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows[-count:]
+
+
 def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """True when this call made the file; False when it was there. The one primitive for mutual exclusion."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import append_json, read_jsonl
+from primerl_hpc.common.files import append_json, read_jsonl, read_last_jsonl
 
 
 class MetricsWriter:
@@ -33,6 +33,12 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     """Last row per step, in order of steps. Rows written after a resume replace the ones they repeat."""
     rows = {row["step"]: row for row in read_jsonl(path) if isinstance(row.get("step"), int)}
     return dict(sorted(rows.items()))
+
+
+def read_last_steps(path: Path, count: int) -> dict[int, dict[str, Any]]:
+    """The last ``count`` rows of the attempt that wrote last, by step; however long the file is, only its end is read."""
+    rows = [row for row in read_last_jsonl(path, count) if isinstance(row.get("step"), int)]
+    return {row["step"]: row for row in rows if row.get("attempt") == rows[-1].get("attempt")}
 
 
 def _plain(value: Any) -> Any:

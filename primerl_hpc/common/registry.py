@@ -1,30 +1,59 @@
 """Which runs this user has started: one small file per run under the state home. The run directory holds the rest.
 
-A lost or stale registry loses nothing: every command also takes the path of a run directory.
+A lost or stale registry loses nothing: every command also takes the path of a run directory. ``index.json`` beside the
+folder repeats the small files in one, with what was seen of runs that are over, so that ten thousand runs are listed in
+a fraction of a second; it is made anew whenever it is not there or does not fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.rundir import RunDir
+
+_INDEX_VERSION = 1
 
 
 @dataclass(frozen=True)
 class RegisteredRun:
-    path: Path
+    root: str
+    """Its run directory; a text, because ten thousand paths take longer to make than to look at."""
     name: str
     submitted: float
+    """Seconds since the epoch; of the last submission."""
+    key: str = ""
+    """Name of its file in the registry."""
+    stamp: int = 0
+    """Modification time of that file in ns: another submission changes it."""
+    memory: dict[str, Any] | None = None
+    """What was remembered of a run that is over; see `remember`."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.root)
+
+    @property
+    def is_there(self) -> bool:
+        return RunDir(self.path).plan.is_file()
 
 
 def _folder() -> Path:
     return env.state_home() / "runs"
+
+
+def _index() -> Path:
+    return env.state_home() / "index.json"
 
 
 def register_run(run: RunDir) -> None:
@@ -35,14 +64,42 @@ def register_run(run: RunDir) -> None:
     )
 
 
+def registered_runs() -> list[RegisteredRun]:
+    """Every run that was submitted, newest first; also those whose directory is gone."""
+    known = _read_index()
+    runs, is_new = [], False
+    with contextlib.suppress(FileNotFoundError), os.scandir(_folder()) as files:
+        for file in files:
+            if not file.name.endswith(".json"):
+                continue
+            stamp = file.stat().st_mtime_ns
+            entry = known.get(file.name)
+            if entry is not None and entry["stamp"] == stamp:
+                runs.append(_from_entry(file.name, entry))
+                continue
+            is_new = True
+            entry = read_json_or_none(Path(file.path))
+            if isinstance(entry, dict) and {"path", "name", "submitted"} <= entry.keys():
+                runs.append(_from_entry(file.name, {**entry, "stamp": stamp}))
+    if is_new or len(runs) != len(known):
+        _write_index(runs)
+    return sorted(runs, key=lambda run: run.submitted, reverse=True)
+
+
 def list_runs() -> list[RegisteredRun]:
     """Runs whose directory still is there, newest first."""
-    runs = []
-    for path in _folder().glob("*.json"):
-        entry = read_json_or_none(path)
-        if isinstance(entry, dict) and Path(entry.get("path", "")).joinpath("plan.json").is_file():
-            runs.append(RegisteredRun(Path(entry["path"]), entry["name"], float(entry["submitted"])))
-    return sorted(runs, key=lambda run: run.submitted, reverse=True)
+    return [run for run in registered_runs() if run.is_there]
+
+
+def remember(runs: Iterable[RegisteredRun], memories: dict[str, dict[str, Any]]) -> None:
+    """Keep small JSON objects by `RegisteredRun.key`, until the run is submitted again. Best effort, last writer wins."""
+    _write_index([replace(run, memory=memories.get(run.key, run.memory)) for run in runs])
+
+
+def forget_runs(runs: Iterable[RegisteredRun]) -> None:
+    """Take runs out of the registry; their directories stay as they are."""
+    for run in runs:
+        (_folder() / run.key).unlink(missing_ok=True)
 
 
 def find_run(word: str | None) -> RunDir:
@@ -55,16 +112,51 @@ def find_run(word: str | None) -> RunDir:
             return RunDir(path.resolve())
     if word is not None and ("/" in word or Path(word).is_dir()):
         raise NotFoundError("no run here: plan.json is missing", place=word)
-    runs = list_runs()
+    runs = registered_runs()
     if word is None:
-        if not runs:
+        newest = next((run for run in runs if run.is_there), None)
+        if newest is None:
             raise NotFoundError("you have no runs yet", mend="start one with primerl-hpc submit")
-        return RunDir(runs[0].path)
-    exact = [run for run in runs if run.name == word]
-    fitting = exact or [run for run in runs if run.name.startswith(word)]
+        return RunDir(newest.path)
+    named = [run for run in runs if run.name.startswith(word) and run.is_there]
+    fitting = [run for run in named if run.name == word] or named
     if not fitting:
         raise NotFoundError(f"no run called '{word}'", mend="primerl-hpc list shows yours; a path works too")
     if len(fitting) > 1:
         names = ", ".join(str(run.path) for run in fitting[:4])
         raise NotFoundError(f"'{word}' fits {len(fitting)} runs: {names}", mend="give the path of one")
     return RunDir(fitting[0].path)
+
+
+def _from_entry(key: str, entry: dict[str, Any]) -> RegisteredRun:
+    return RegisteredRun(
+        entry["path"],
+        entry["name"],
+        float(entry["submitted"]),
+        key,
+        entry["stamp"],
+        entry.get("memory"),
+    )
+
+
+def _read_index() -> dict[str, dict[str, Any]]:
+    index = read_json_or_none(_index())
+    if not isinstance(index, dict) or index.get("version") != _INDEX_VERSION:
+        return {}
+    return index["runs"]
+
+
+def _write_index(runs: Iterable[RegisteredRun]) -> None:
+    """A home that is full or read-only costs time, not the answer."""
+    entries = {
+        run.key: {
+            "path": run.root,
+            "name": run.name,
+            "submitted": run.submitted,
+            "stamp": run.stamp,
+            **({"memory": run.memory} if run.memory else {}),
+        }
+        for run in runs
+    }
+    with contextlib.suppress(OSError):
+        write_text(_index(), json.dumps({"version": _INDEX_VERSION, "runs": entries}, separators=(",", ":")))

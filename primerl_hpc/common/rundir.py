@@ -9,6 +9,7 @@ Control files, logs and metrics belong to the whole run and are the same for eve
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
@@ -247,6 +248,15 @@ class RunDir:
         return False
 
 
+def state_stamp(root: str) -> list[int] | None:
+    """Modification time in ns and size of a run's state.json: differs once its supervisor has written again."""
+    try:
+        found = os.stat(f"{root}/control/state.json")
+    except OSError:
+        return None
+    return [found.st_mtime_ns, found.st_size]
+
+
 # -- endpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +265,6 @@ def publish_endpoint(run_dir: RunDir, process: str, url: str, **details: Any) ->
 
     The file also holds the incarnation, so that a reader can tell a restarted process from the old one.
     """
-    import os
     import socket
 
     from primerl_hpc.common import env

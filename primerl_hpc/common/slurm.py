@@ -120,7 +120,7 @@ def minutes(time: str | None) -> float | None:
     return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
 
 
-def ask(command: list[str]) -> str:
+def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Output of a SLURM query.
 
     Raises SchedulerError when SLURM is not here or does not answer. A job it does not know is no error.
@@ -131,10 +131,10 @@ def ask(command: list[str]) -> str:
         )
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s") from None
+        raise SchedulerError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
     if done.returncode and "Invalid job id" not in done.stderr:
         words = done.stderr.strip().splitlines()
         raise SchedulerError(f"{command[0]}: {words[-1] if words else f'exit code {done.returncode}'}")

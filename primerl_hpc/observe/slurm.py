@@ -88,10 +88,13 @@ def open_job(run: RunDir) -> tuple[str, object] | None:
 
     None when those say all there is to know.
     """
-    job = read_json_or_none(run.job) or {}
+    return open_job_of(read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {})
+
+
+def open_job_of(state: dict[str, Any], job: dict[str, Any]) -> tuple[str, object] | None:
+    """`open_job` for a run whose state.json and job.json have been read."""
     if job.get("scheduler") != "slurm":
         return None
-    state = read_json_or_none(run.state) or {}
     written = RunState(state["state"]) if state.get("state") in set(RunState) else None
     is_told = written is not None and written.is_final and state.get("attempt", 0) >= job.get("attempt", 0)
     if is_told and (written in (RunState.DONE, RunState.STOPPED) or _age_s(state) > MAY_REQUEUE_S):

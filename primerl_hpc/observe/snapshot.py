@@ -10,12 +10,16 @@ from typing import Any
 
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.lock import is_owner_alive, is_process_alive
-from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.metrics import read_last_steps
 from primerl_hpc.common.names import MAIN_PHASE, Kind, RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact
+from primerl_hpc.observe.bottleneck import Bottleneck, find_bottleneck
+from primerl_hpc.observe.forecast import Forecast, make_forecast
 
 _TAKEN = {"NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT", "DEADLINE"}
+WINDOW = 20
+"""Last steps that pace and bottleneck are read from."""
 _TRAINER_OF = {Kind.SFT.value: "sft", Kind.RL.value: "trainer"}
 
 
@@ -30,12 +34,27 @@ class Snapshot:
     step: int
     max_steps: int
     processes: dict[str, dict[str, Any]]
+    """As in state.json, each with ``hosts``, the names of its nodes as far as they are known."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Last row of the phase's trainer, and of the orchestrator under their own names."""
-    seconds_left: float | None = None
+    forecast: Forecast | None = None
+    bottleneck: Bottleneck | None = None
     started: float | None = None
     job: dict[str, Any] = field(default_factory=dict)
     message: str | None = None
+    accelerator: str = "cpu"
+    num_nodes: int = 1
+    accelerators_per_node: int = 1
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.forecast is None else self.forecast.seconds_left
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each process was started again in this attempt, those that were."""
+        counts = {name: int(each.get("incarnation", 0)) for name, each in self.processes.items()}
+        return {name: count for name, count in counts.items() if count}
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -48,6 +67,9 @@ class Snapshot:
             "step": self.step,
             "max_steps": self.max_steps,
             "seconds_left": self.seconds_left,
+            "forecast": self.forecast.as_json() if self.forecast else None,
+            "bottleneck": self.bottleneck.as_json() if self.bottleneck else None,
+            "restarts": self.restarts,
             "job": self.job,
             "message": self.message,
             "processes": self.processes,
@@ -63,35 +85,67 @@ def take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None = None) -> Sna
     plan = read_json_or_none(run.plan) or {}
     state = read_json_or_none(run.state) or {}
     job = read_json_or_none(run.job) or {}
-    phase_name = state.get("phase")
-    phase = phase_of(plan, phase_name)
+    phase = phase_of(plan, state.get("phase"))
     recipe = phase.get("recipe", {})
     kind = recipe.get("kind", plan.get("kind", "?"))
-    rows = read_steps(run.metrics(_TRAINER_OF[kind])) if kind in _TRAINER_OF else {}
+    rows = read_last_steps(run.metrics(_TRAINER_OF[kind]), WINDOW) if kind in _TRAINER_OF else {}
+    batches = read_last_steps(run.metrics("orchestrator"), WINDOW) if kind == Kind.RL.value else {}
     rows = {step: row for step, row in rows.items() if step > 0}
-    last = rows[max(rows)] if rows else {}
-    metrics = dict(last)
-    if kind == Kind.RL.value:
-        batches = read_steps(run.metrics("orchestrator"))
-        metrics = {**(batches[max(batches)] if batches else {}), **last}
     current, message = real_state(run, state, job, jobs)
     max_steps = int(recipe.get("max_steps") or 0)
+    is_moving = current == RunState.RUNNING and _last(rows).get("attempt") == state.get("attempt")
     return Snapshot(
         run=run,
         name=run.root.name,
         kind=plan.get("kind", "?"),
         state=current,
         attempt=int(state.get("attempt", 0)),
-        phase=phase_name,
+        phase=state.get("phase"),
         step=max(rows, default=0),
         max_steps=max_steps,
-        processes=state.get("processes", {}),
-        metrics=metrics,
-        seconds_left=time_left(rows, max_steps) if current == RunState.RUNNING else None,
+        processes=_processes(state, plan),
+        metrics={**_last(batches), **_last(rows)},
+        forecast=make_forecast(
+            rows,
+            max_steps,
+            now=time.time(),
+            started=state.get("started"),
+            ends=state.get("ends_at"),
+            resumed_from=int(state.get("resumed_from") or 0),
+        )
+        if is_moving
+        else None,
+        bottleneck=find_bottleneck(_newest(rows), _newest(batches)) if is_moving else None,
         started=state.get("started"),
         job=job,
         message=message,
+        accelerator=plan.get("accelerator", "cpu"),
+        num_nodes=len(plan.get("nodes", [0])),
+        accelerators_per_node=int(plan.get("accelerators_per_node", 1)),
     )
+
+
+def _last(rows: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return rows[max(rows)] if rows else {}
+
+
+def _newest(rows: dict[int, dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
+    return [rows[step] for step in sorted(rows)[-count:]]
+
+
+def _processes(state: dict[str, Any], plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """With the names of their nodes. A process that publishes no endpoint runs as soon as it is started."""
+    phases = plan.get("phases", [])
+    plans = {each["name"]: each for phase in phases for each in phase.get("processes", [])}
+    hosts = state.get("hosts") or ([state["host"]] if state.get("host") else [])
+    processes = {}
+    for name, process in state.get("processes", {}).items():
+        planned = plans.get(name, {})
+        mine = [hosts[node] for node in planned.get("nodes", []) if node < len(hosts)]
+        is_silent = bool(planned) and not planned.get("ready_timeout_s")
+        running = {"state": "running"} if is_silent and process.get("state") == "starting" else {}
+        processes[name] = {**process, **running, "hosts": mine}
+    return processes
 
 
 def phase_of(plan: dict[str, Any], name: str | None) -> dict[str, Any]:
@@ -176,15 +230,6 @@ def last_words(run: RunDir) -> str | None:
     lines = logs[-1].read_text(errors="replace").split("\n") if logs else []
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said else None
-
-
-def time_left(rows: dict[int, dict[str, Any]], max_steps: int, window: int = 20) -> float | None:
-    """Seconds to the last step at the pace of the last ``window`` steps; None before two steps."""
-    steps = sorted(rows)[-window:]
-    if len(steps) < 2 or not max_steps:
-        return None
-    pace = (rows[steps[-1]]["time"] - rows[steps[0]]["time"]) / max(1, steps[-1] - steps[0])
-    return max(0.0, pace * (max_steps - steps[-1]))
 
 
 def log_files(run: RunDir, attempt: int | None = None) -> dict[str, Path]:

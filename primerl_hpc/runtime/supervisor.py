@@ -80,7 +80,7 @@ class Supervisor:
             if is_phase_done(self.run_dir.phase(phase.name), phase):
                 continue
             resumed = self.resumed_from = self._prepare_phase(phase)
-            self._set_state(RunState.RUNNING, phase=phase.name)
+            self._set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
             self._event("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
             self.current = PhaseRun(self, phase)
             end = await self.current.run()
@@ -177,6 +177,8 @@ class Supervisor:
         self.allocation = read_allocation(self.plan)
         left = await seconds_left(self.allocation.job_id)
         self.ends_at = None if left is None else time.monotonic() + left
+        self.state["hosts"] = list(self.allocation.hosts)
+        self.state["ends_at"] = None if left is None else round(time.time() + left)
 
     def seconds_left(self) -> float:
         return math.inf if self.ends_at is None else self.ends_at - time.monotonic()

@@ -1,0 +1,38 @@
+"""What every benchmark says about itself: the machine, the versions, and how its table is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe_machine() -> dict[str, Any]:
+    return {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """A table with a column per key; with ``as_json`` one document and nothing else."""
+    machine = describe_machine()
+    if as_json:
+        print(json.dumps({"what": what, **machine, "rows": list(rows)}, indent=1))
+        return
+    print(f"{what}\n{machine['machine']}, {machine['cores']} cores, Python {machine['python']}\n")
+    names = list(rows[0]) if rows else []
+    widths = [max(len(name), *(len(_text(row[name])) for row in rows)) for name in names]
+    print("  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
+    for row in rows:
+        print("  ".join(f"{_text(row[name]):>{width}}" for name, width in zip(names, widths, strict=True)))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
