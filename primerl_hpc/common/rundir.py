@@ -138,6 +138,18 @@ class RunDir:
     def attempt_logs(self, attempt: int) -> Path:
         return self.root / "logs" / f"attempt_{attempt}"
 
+    def attempt_hosts(self, attempt: int) -> Path:
+        """Host names by node index of the plan, a line each; written when the attempt starts under SLURM."""
+        return self.attempt_logs(attempt) / "hosts"
+
+    def torchrun_logs(self, attempt: int, process: str, node: int) -> Path:
+        """Where the ranks of one node write; ``node`` counts the nodes of ``process``."""
+        return self.attempt_logs(attempt) / "trainer" / "torchrun" / process / f"node_{node}"
+
+    def job_outputs(self, job: str) -> list[Path]:
+        """What the batch job printed: SLURM's file, or the one of submitit's local controller. May not be there yet."""
+        return [self.root / "logs" / f"slurm-{job}.out", self.launch / "submitit" / f"{job}_0_log.out"]
+
     @property
     def latest_logs(self) -> Path:
         return self.root / "logs" / "latest"

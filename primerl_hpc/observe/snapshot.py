@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.files import read_json_or_none
@@ -230,11 +229,3 @@ def last_words(run: RunDir) -> str | None:
     lines = logs[-1].read_text(errors="replace").split("\n") if logs else []
     said = [line.strip() for line in lines if line.strip()]
     return said[-1] if said else None
-
-
-def log_files(run: RunDir, attempt: int | None = None) -> dict[str, Path]:
-    """Log files of an attempt (default: the latest) by their path below it."""
-    folder = run.attempt_logs(attempt) if attempt is not None else run.latest_logs
-    if not folder.is_dir():
-        return {}
-    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.log")) if path.is_file()}

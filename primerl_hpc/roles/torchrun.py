@@ -52,7 +52,7 @@ def clear_endings(root: RunDir, name: str) -> None:
 
 def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> list[str]:
     """Everything up to the trainer's own arguments. Rank 0 of a node also speaks on the role's log."""
-    logs = root.attempt_logs(env.attempt()) / "trainer" / "torchrun" / process.name
+    logs = root.torchrun_logs(env.attempt(), process.name, env.slurm_node_rank())
     logs.mkdir(parents=True, exist_ok=True)
     return [
         sys.executable,

@@ -30,7 +30,7 @@ def describe_failure(launch: Launch, status: ExitStatus, reason: str, host: str)
     cause = find_cause(
         lines,
         told=read_json_or_none(run.error(process.name)),
-        raised=_torchrun_error(run.attempt_logs(launch.attempt)),
+        raised=_torchrun_error(run.attempt_logs(launch.attempt), max(1, len(process.accelerators))),
         status=status,
     )
     return {
@@ -103,7 +103,7 @@ def last_lines(log: Path, count: int = LAST_LINES, tail_bytes: int = 64_000) -> 
     return [line.rstrip()[:500] for line in text.splitlines() if line.strip()][-count:]
 
 
-def _torchrun_error(logs: Path) -> dict[str, Any] | None:
+def _torchrun_error(logs: Path, ranks_per_node: int) -> dict[str, Any] | None:
     """The error file with the earliest timestamp: peers of a dead rank fail later, with other words."""
     earliest: dict[str, Any] | None = None
     for path in logs.rglob("error.json"):
@@ -113,9 +113,16 @@ def _torchrun_error(logs: Path) -> dict[str, Any] | None:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if earliest is None or stamp < earliest["timestamp"]:
-            rank = int(path.parent.name) if path.parent.name.isdigit() else None
-            earliest = {"message": words, "timestamp": stamp, "rank": rank}
+            earliest = {"message": words, "timestamp": stamp, "rank": _rank_of(path, ranks_per_node)}
     return earliest
+
+
+def _rank_of(path: Path, ranks_per_node: int) -> int | None:
+    """``…/node_1/<id>/attempt_0/2/error.json`` with 4 ranks a node → 6: torchrun counts the ranks of one node."""
+    if not path.parent.name.isdigit():
+        return None
+    node = re.search(r"/node_(\d+)/", str(path))
+    return (int(node[1]) if node else 0) * ranks_per_node + int(path.parent.name)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError
 from primerl_hpc.common.events import record_event
-from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.lock import TOUCH_EVERY_S, SupervisorLock
 from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
@@ -178,6 +178,7 @@ class Supervisor:
         left = await seconds_left(self.allocation.job_id)
         self.ends_at = None if left is None else time.monotonic() + left
         self.state["hosts"] = list(self.allocation.hosts)
+        write_text(self.run_dir.attempt_hosts(self.attempt), "\n".join(self.allocation.hosts) + "\n")
         self.state["ends_at"] = None if left is None else round(time.time() + left)
 
     def seconds_left(self) -> float:

@@ -1,0 +1,245 @@
+"""`logs`: the right files of role, node, rank and attempt, merged by time, and followed from the queue to the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from primerl_hpc.cli.logs import command
+from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.common.files import append_json, write_json, write_text
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.logfiles import LogFiles
+from primerl_hpc.observe.logs import Filter, Follower, follow_logs, parse_since, stamp_lines
+from primerl_hpc.observe.slurm import JobWatcher
+from tests.support import wait_for
+
+NOW = time.mktime((2026, 11, 21, 15, 0, 0, 0, 0, -1))
+
+
+def process(name: str, log: str, nodes: list[int], ranks: int = 0) -> dict[str, Any]:
+    role = name.rsplit("-", 1)[0]
+    return {"name": name, "role": role, "log": log, "nodes": nodes, "accelerators": list(range(ranks))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """An engine on gpu-a, a trainer of two ranks a node on gpu-b and gpu-c, the rest on gpu-a; attempt 2 has started."""
+    run = RunDir(tmp_path / "math-001")
+    processes = [
+        process("inference-0", "inference/0.log", [0], 2),
+        process("router-0", "inference/router.log", [0]),
+        process("env_server-0", "envs/train/reverse-text.log", [0]),
+        process("orchestrator-0", "orchestrator.log", [0]),
+        process("trainer-0", "trainer.log", [1, 2], 2),
+    ]
+    phase = {"name": "main", "recipe": {"kind": "rl"}, "processes": processes}
+    write_json(run.plan, {"version": 1, "kind": "rl", "phases": [phase]})
+    write_json(run.job, {"scheduler": "slurm", "job_id": "17", "attempt": 1, "submitted": time.time()})
+    write_json(run.state, {"attempt": 2, "state": "done", "updated": time.time()})
+    for attempt, hosts in ((1, "gpu-x gpu-y gpu-z"), (2, "gpu-a gpu-b gpu-c")):
+        append_json(run.events, {"time": 0.0, "event": "attempt_started", "attempt": attempt, "job": "17"})
+        write_text(run.attempt_hosts(attempt), hosts.replace(" ", "\n"))
+    return run
+
+
+def labels(run: RunDir, role: str | None = None, **choice: Any) -> list[str]:
+    return [file.label for file in LogFiles(run).choose(role, **choice)]
+
+
+@pytest.mark.parametrize(
+    "role, found",
+    [
+        ("trainer", ["trainer@gpu-b", "trainer@gpu-c"]),
+        ("inference", ["inference/0", "inference/router"]),
+        ("inference-0", ["inference/0"]),
+        ("inference/0", ["inference/0"]),
+        ("router", ["inference/router"]),
+        ("env-server", ["envs/train/reverse-text"]),
+        ("env_server-0", ["envs/train/reverse-text"]),
+        ("envs/train", ["envs/train/reverse-text"]),
+    ],
+)
+def test_a_role_a_process_or_a_part_of_the_path_chooses(run: RunDir, role: str, found: list[str]) -> None:
+    assert labels(run, role) == found
+
+
+def test_a_node_chooses_what_runs_on_it_in_that_attempt(run: RunDir) -> None:
+    assert labels(run, node="gpu-c") == ["trainer@gpu-c"]
+    assert labels(run, "trainer", node="gpu-y", attempt=1) == ["trainer@gpu-y"]
+    with pytest.raises(NotFoundError, match=r"gpu-x.*attempt 2.*gpu-a, gpu-b"):
+        labels(run, node="gpu-x")
+
+
+def test_a_rank_is_found_on_its_node_in_every_life_of_its_group(run: RunDir) -> None:
+    for life in ("none_old", "none_new"):
+        folder = run.torchrun_logs(2, "trainer-0", 1) / life / "attempt_0" / "1"
+        write_text(folder / "stderr.log", f"rank 3 of {life}\n")
+    files = LogFiles(run).choose("trainer", rank=3)
+    assert [(file.node, file.rank) for file in files] == [("gpu-c", 3)] * 2
+    assert [file.path.parts[-4] for file in files] == ["none_old", "none_new"]
+    with pytest.raises(NotFoundError, match="0 to 3"):
+        labels(run, "trainer", rank=4)
+    with pytest.raises(NotFoundError, match="no ranks"):
+        labels(run, "router", rank=0)
+
+
+def test_the_jobs_own_output_and_sruns_words_are_the_job(run: RunDir) -> None:
+    write_text(run.attempt_logs(2) / "slurm" / "trainer-0.log", "srun: error\n")
+    paths = [file.path.name for file in LogFiles(run).choose("job")]
+    assert paths == ["slurm-17.out", "17_0_log.out", "trainer-0.log"]
+
+
+def test_an_unknown_role_names_what_there_is(run: RunDir) -> None:
+    with pytest.raises(
+        NotFoundError, match=r"no 'trainr'.*inference, router, env_server, orchestrator, trainer, job"
+    ):
+        labels(run, "trainr")
+
+
+def test_of_hundreds_of_engines_a_few_are_shown_unless_asked_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    engines = [process(f"inference-{index}", f"inference/{index}.log", [0]) for index in range(300)]
+    write_json(run.plan, {"phases": [{"name": "main", "processes": engines}]})
+    assert len(labels(run)) == 8 and len(labels(run, "inference")) == 300
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def clock(stamp: float) -> str:
+    return time.strftime("%d %H:%M:%S", time.localtime(stamp))
+
+
+def test_lines_get_their_day_from_the_files_last_change_and_tracebacks_the_time_of_their_head() -> None:
+    lines = [
+        "no clock yet",
+        "[0] 23:59:58 step 1",
+        "Traceback",
+        "  File x",
+        "00:00:02 step 2",
+        "14:59:00 end",
+    ]
+    assert [clock(stamp) for stamp in stamp_lines(lines, NOW)] == [
+        "20 23:59:58",
+        "20 23:59:58",
+        "20 23:59:58",
+        "20 23:59:58",
+        "21 00:00:02",
+        "21 14:59:00",
+    ]
+    assert stamp_lines(["no", "clock"], NOW) == [NOW, NOW]
+
+
+@pytest.mark.parametrize(
+    "text, then",
+    [
+        ("90s", NOW - 90),
+        ("2h", NOW - 7200),
+        ("1d", NOW - 86400),
+        ("14:30", NOW - 1800),
+        ("16:00", NOW - 82800),
+    ],
+)
+def test_since_is_an_age_or_a_clock_time(text: str, then: float) -> None:
+    assert parse_since(text, NOW) == then
+
+
+def show(run: RunDir, *words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(command, [str(run.root), *words], catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+def test_roles_are_merged_in_order_of_time_each_with_its_name(run: RunDir) -> None:
+    logs = run.attempt_logs(2)
+    minutes = [time.strftime("%H:%M:%S", time.localtime(time.time() - 60 * ago)) for ago in (5, 4, 3, 2, 1)]
+    write_text(logs / "orchestrator.log", f"{minutes[0]} starts\n{minutes[3]} ships batch 1\n")
+    write_text(
+        logs / "inference/0.log",
+        f"{minutes[1]} loads\n{minutes[2]} ERROR of an engine\n         its detail\n",
+    )
+    code, output = show(run)
+    assert code == 0
+    assert [line.split("│ ")[1][9:] for line in output.splitlines()] == [
+        "starts",
+        "loads",
+        "ERROR of an engine",
+        "its detail",
+        "ships batch 1",
+    ]
+    assert output.startswith("orchestrator ")
+    _, output = show(run, "--since", "150s")
+    assert [line.split("│ ")[1][9:] for line in output.splitlines()] == ["ships batch 1"]
+    _, output = show(run, "inference", "--grep", "ERR|loads", "-n", "1")
+    assert "ERROR" in output and "loads" not in output
+
+
+@pytest.mark.parametrize("words", [("--grep", "("), ("--since", "soon")])
+def test_a_bad_filter_is_a_usage_error(run: RunDir, words: tuple[str, str]) -> None:
+    code, output = show(run, *words)
+    assert code == 2 and words[0] in output
+
+
+def test_a_log_that_is_not_there_is_said_with_the_state_of_the_run(run: RunDir) -> None:
+    with pytest.raises(NotFoundError, match="no log yet: the run is done"):
+        show(run, "trainer")
+
+
+# -- following -----------------------------------------------------------------------------------------------------------
+
+
+class Following:
+    """`follow_logs` in a thread, and what it has printed."""
+
+    def __init__(self, run: RunDir, role: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.printed: list[str] = []
+        self.state = RunState.PENDING
+        monkeypatch.setattr("primerl_hpc.observe.logs.POLL_S", 0.02)
+        monkeypatch.setattr("primerl_hpc.observe.logs.SLOWEST_POLL_S", 0.05)
+        monkeypatch.setattr("primerl_hpc.observe.logs.real_state", lambda *_: (self.state, "Resources"))
+        monkeypatch.setattr(click, "echo", lambda text, err=False: self.printed.append(click.unstyle(text)))
+        follower = Follower(LogFiles(run), role, None, None, None, 40, Filter())
+        jobs = JobWatcher(lambda command: "")
+        self.thread = threading.Thread(target=follow_logs, args=(run, follower, jobs), daemon=True)
+        self.thread.start()
+
+    def wait_for(self, words: str) -> None:
+        wait_for(lambda: any(words in line for line in self.printed), words, tell=lambda: self.printed)
+
+
+@pytest.fixture
+def following(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Following]:
+    write_json(run.state, {})
+    made = Following(run, "orchestrator", monkeypatch)
+    yield made
+    made.state = RunState.DONE
+    made.thread.join(10)
+    assert not made.thread.is_alive()
+
+
+def test_a_follower_waits_in_the_queue_and_goes_on_with_the_next_attempt(
+    run: RunDir, following: Following
+) -> None:
+    following.wait_for("waiting, the run is pending: Resources")
+    following.state = RunState.RUNNING
+    write_json(run.state, {"attempt": 1, "state": "running"})
+    write_text(run.attempt_logs(1) / "orchestrator.log", "one\ntor")
+    following.wait_for("one")
+    with (run.attempt_logs(1) / "orchestrator.log").open("a") as log:
+        log.write("n line\n")
+    following.wait_for("torn line")
+    following.state = RunState.PENDING
+    write_json(run.state, {"attempt": 2, "state": "running"})
+    following.state = RunState.RUNNING
+    write_text(run.attempt_logs(2) / "orchestrator.log", "two\n")
+    following.wait_for("two")
+    lines = [line for line in following.printed if "waiting" not in line]
+    assert lines == ["one", "torn line", "── attempt 2 ──", "two"]
