@@ -1,6 +1,6 @@
 """Drives environments against engines, scores, packs, ships to the trainer, and relays weights back.
 
-Reading order. Pure: curriculum → sampler → dispatcher → trajectories → algorithms → gates, filters → scoring → packing →
-batches → metrics → evals.
-At the edge: env_client → fleet → runner → watcher → checkpoints → traces → setup → driver → loop, evaluate.
+Reading order. Pure: curriculum → sampler → dispatcher → concurrency → trajectories → algorithms → gates, filters →
+scoring → packing → batches → metrics → evals.
+At the edge: env_client → fleet → engines → runner → watcher → checkpoints → traces → setup → driver → loop, evaluate.
 """

@@ -53,6 +53,7 @@ class Cancel:
     group_id: int
     rollout_ids: tuple[int, ...]  # in flight until now
     reason: str
+    task: TaskRef
 
 
 @dataclass
@@ -227,6 +228,17 @@ class Dispatcher:
             and group.oldest_version < self.min_fresh_version
         ]
 
+    def cancel_youngest(self, count: int) -> list[Cancel]:
+        """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay."""
+        cancels: list[Cancel] = []
+        for group in reversed(list(self._groups.values())):
+            if count <= 0:
+                break
+            if group.split is Split.TRAIN and group.in_flight:
+                cancels.append(self._cancel(group, "engines are overfull"))
+                count -= len(cancels[-1].rollout_ids)
+        return cancels
+
     def stop_training(self) -> list[Cancel]:
         """The last batch was shipped: no more training rollouts; evaluations go on."""
         self.last_step = 0
@@ -313,4 +325,4 @@ class Dispatcher:
         del self._groups[group.group_id]
         self.counters.cancelled += len(group.in_flight)
         self.counters.groups_cancelled += 1
-        return Cancel(group.group_id, tuple(group.in_flight), reason)
+        return Cancel(group.group_id, tuple(group.in_flight), reason, TaskRef(group.env, group.task))

@@ -25,6 +25,7 @@ from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits
+from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics
@@ -34,6 +35,7 @@ from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.setup import (
     RouterAddress,
     load_environments,
+    make_concurrency,
     make_fleet,
     vocab_size_for_filters,
     wait_for_peers,
@@ -46,7 +48,6 @@ from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.2
-ENGINE_METRICS_S = 2.0
 
 
 class StoppedOnRequest(PrimerlError):
@@ -99,11 +100,12 @@ class Orchestrator:
             [environment.curriculum for environment in recipe.environments.train],
         )
         rollouts = recipe.rollouts
+        concurrency = make_concurrency(rollouts)
         self.dispatcher = Dispatcher(
             next_task=self.sampler.next,
             group_size=rollouts.group_size,
             batch_size=rollouts.batch_size,
-            max_in_flight=rollouts.max_in_flight or 2 * rollouts.batch_size,
+            max_in_flight=concurrency.limit if concurrency else rollouts.in_flight_ceiling,
             max_off_policy_steps=rollouts.max_off_policy_steps,
             last_step=recipe.steps,
             step=self.resumed + 1,
@@ -140,6 +142,13 @@ class Orchestrator:
             on_pending=self._on_pending,
             on_live=self._on_live,
         )
+        self.engines = EngineWatch(
+            fleet,
+            self.dispatcher,
+            concurrency,
+            is_updating=lambda: self.driver.is_updating,
+            take_back=self._take_back,
+        )
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
         self.sender = FilesystemSender(run)
         self.metrics = MetricsWriter(run.metrics("orchestrator"))
@@ -149,8 +158,6 @@ class Orchestrator:
         self._closed_since: float | None = None
         self._closed_s = 0.0
         self._shipping: asyncio.Task[None] | None = None
-        self._engines: list[dict[str, float]] = []
-        self._generated: tuple[float, float] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
     async def run_to_end(self) -> None:
@@ -162,7 +169,7 @@ class Orchestrator:
         main = asyncio.create_task(self._train_and_finish())
         helpers = [
             asyncio.create_task(each)
-            for each in (self.watcher.watch(), self.lag.watch(), self._watch_engines())
+            for each in (self.watcher.watch(), self.lag.watch(), self.engines.watch())
         ]
         try:
             await asyncio.wait([main, *helpers], return_when=asyncio.FIRST_COMPLETED)
@@ -232,6 +239,12 @@ class Orchestrator:
         self.driver.open_evaluation(version)
         self.runner.wake()
 
+    def _take_back(self, count: int) -> None:
+        """Engines are overfull: the youngest groups are begun anew later."""
+        cancels = self.dispatcher.cancel_youngest(count)
+        self.driver.cancel(cancels)
+        self.sampler.give_back([cancel.task for cancel in cancels])
+
     def _watch_gate(self) -> None:
         """How long nothing could start because the trainer is behind; too long means that it is stuck."""
         now = time.monotonic()
@@ -294,7 +307,7 @@ class Orchestrator:
         wait_s, self._closed_s = self._closed_s, 0.0
         metrics = batch_metrics(cut, self.dispatcher) | times
         metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
-        metrics |= self.watcher.take_metrics() | self.lag.take() | self._engine_metrics()
+        metrics |= self.watcher.take_metrics() | self.lag.take() | self.engines.take_metrics()
         metrics |= self.cutter.scorer.take_metrics()
         metrics |= {f"progress/{name}": value for name, value in self.totals.items()}
         for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
@@ -318,29 +331,6 @@ class Orchestrator:
             100 * metrics["truncated/mean"],
             metrics["packing/rows"],
         )
-
-    async def _watch_engines(self) -> None:
-        while True:
-            self._engines = list((await self.fleet.metrics()).values())
-            await asyncio.sleep(ENGINE_METRICS_S)
-
-    def _engine_metrics(self) -> dict[str, float]:
-        """Of the last look at the engines: one that hangs must not hold a batch up."""
-        engines = self._engines
-        if not engines:
-            return {"inference/engines": 0}
-        total = sum(engine.get("generation_tokens", 0.0) for engine in engines)
-        now, before = time.monotonic(), self._generated
-        self._generated = (now, total)
-        metrics = {
-            "inference/engines": len(engines),
-            "inference/running": sum(engine.get("running", 0.0) for engine in engines),
-            "inference/waiting": sum(engine.get("waiting", 0.0) for engine in engines),
-            "inference/kv_usage/max": max(engine.get("kv_usage", 0.0) for engine in engines),
-        }
-        if before is not None and total >= before[1]:
-            metrics["inference/tokens_per_s"] = (total - before[1]) / max(now - before[0], 1e-9)
-        return metrics
 
     # -- files -------------------------------------------------------------------------------------------------------
     async def _look_at_files(self) -> None:

@@ -14,12 +14,13 @@ from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
 from primerl_hpc.envs.config import environments_of
 from primerl_hpc.envs.tasks import load_tasks
+from primerl_hpc.orchestrator.concurrency import Concurrency
 from primerl_hpc.orchestrator.dispatcher import Split
 from primerl_hpc.orchestrator.env_client import EnvServerClient
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.runner import EnvHandle
 from primerl_hpc.plan.types import PhasePlan
-from primerl_hpc.recipe.rollout_schema import EvalEnvironment
+from primerl_hpc.recipe.rollout_schema import EvalEnvironment, Rollouts
 from primerl_hpc.recipe.schema import Recipe
 
 ROUTER = process_name(Role.ROUTER, 0)
@@ -60,6 +61,14 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
         client = EnvServerClient(run, process_name(Role.ENV_SERVER, index), environment)
         handles[Split(split)].append(EnvHandle(environment, client, tasks))
     return handles
+
+
+def make_concurrency(rollouts: Rollouts) -> Concurrency | None:
+    """The controller of how many rollouts are in flight; None where the recipe fixes it."""
+    config = rollouts.adaptive_concurrency
+    if config is None:
+        return None
+    return Concurrency(config, start=config.start or rollouts.batch_size, ceiling=rollouts.in_flight_ceiling)
 
 
 def vocab_size_for_filters(phase: PhasePlan) -> int:

@@ -20,6 +20,8 @@ from primerl_hpc.common.names import is_valid_name
 from primerl_hpc.recipe.algorithm_schema import Algorithm
 from primerl_hpc.recipe.selection_schema import Curriculum, Gate, RolloutFilter, Shuffled
 
+MAX_ADAPTIVE = 1024  # rollouts in flight, where the recipe sets no bound
+
 
 class Sampling(Block):
     """How completions are sampled. Log-probabilities on both sides are of the temperature-scaled distribution."""
@@ -93,6 +95,15 @@ class Environments(Block):
         return self
 
 
+class AdaptiveConcurrency(Block):
+    """The number of rollouts in flight follows the engines' KV cache use, queues and preemptions."""
+
+    min: PositiveInt = 8
+    """Never fewer may be in flight."""
+    start: PositiveInt | None = None
+    """At first; default: rollouts.batch_size."""
+
+
 class Rollouts(Block):
     batch_size: PositiveInt = 128
     """Rollouts that one trainer step consumes."""
@@ -101,7 +112,9 @@ class Rollouts(Block):
     max_off_policy_steps: NonNegativeInt = 8
     """Bound on the age of a rollout's oldest token, in policy versions, when the batch is cut; 0: synchronous, on-policy."""
     max_in_flight: PositiveInt | None = None
-    """Most rollouts in flight; default: twice the batch size."""
+    """Most rollouts in flight; default: twice the batch size, with adaptive_concurrency at least 1024."""
+    adaptive_concurrency: AdaptiveConcurrency | None = None
+    """Let the engines' own metrics decide how many rollouts are in flight, up to max_in_flight; null: always that many."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Samples without a training signal: not shipped (drop), shipped (keep), or replaced by more groups (refill)."""
     filters: tuple[RolloutFilter, ...] = ()
@@ -111,6 +124,13 @@ class Rollouts(Block):
     max_error_fraction: Fraction = 0.5
     """Stop when more than this share of the last 100 groups' rollouts failed."""
     sampling: Sampling = Sampling()
+
+    @property
+    def in_flight_ceiling(self) -> int:
+        """max_in_flight, or its default."""
+        if self.max_in_flight is not None:
+            return self.max_in_flight
+        return max(2 * self.batch_size, MAX_ADAPTIVE if self.adaptive_concurrency else 0)
 
 
 __all__ = [

@@ -208,7 +208,13 @@ def test_reward_rises_though_engine_router_and_environment_server_are_killed(
 def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
     start: Callable[..., RunDir], work: Path, name: str, depth: int
 ) -> None:
-    run = start(f"killed-{name}", "max_steps=8", "environments.eval=[]")
+    run = start(
+        f"killed-{name}",
+        "max_steps=8",
+        "environments.eval=[]",
+        "environments.train.0.curriculum.type=difficulty_pools",
+        "rollouts.adaptive_concurrency.start=64",
+    )
     wait_for(
         lambda: run.latest_checkpoint() == 4 and last_step(run) >= 5, "a checkpoint and a step more", 240
     )
@@ -228,6 +234,11 @@ def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
     assert [row["step"] for row in rows if row["attempt"] == 2] == [5, 6, 7, 8]
     state = read_json(run.checkpoint_side(8, "orchestrator") / "state.json")
     assert state["step"] == 8 and run.latest_checkpoint() == 8
+    (curriculum,) = state["sampler"]["curricula"]
+    pooled = [task for pool in curriculum["pools"].values() for task in pool]
+    assert len(pooled) == len(set(pooled)) > 8
+    limits = [row["concurrency/limit"] for row in read_steps(run.metrics("orchestrator")).values()]
+    assert len(limits) == 8 and all(8 <= limit <= 1024 for limit in limits)
     wait_for(lambda: not processes_of(run.root), "every process to end", 10)
 
 

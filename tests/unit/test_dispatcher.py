@@ -127,6 +127,19 @@ def test_evaluation_goes_first_and_is_neither_gated_nor_cancelled():
     assert dispatcher.finished(starts[1].rollout_id, 0.0).tag == "v0"
 
 
+def test_the_youngest_groups_are_taken_back_whole_and_evaluations_stay():
+    dispatcher = make(max_in_flight=10)
+    dispatcher.open_eval(env=0, task=7, samples=2, tag="v0")
+    dispatcher.next_starts(0)
+    cancels = dispatcher.cancel_youngest(3)
+    assert [(cancel.task, len(cancel.rollout_ids)) for cancel in cancels] == [
+        (TaskRef(0, cancels[0].task.index), 4)
+    ]
+    assert dispatcher.in_flight == 6
+    assert len(dispatcher.cancel_youngest(100)) == 1
+    assert dispatcher.in_flight == 2  # the evaluation's
+
+
 def test_an_environment_at_its_limit_holds_its_turn_so_that_ratios_stay():
     tasks = iter([TaskRef(0, 0), TaskRef(0, 1), *(TaskRef(1, index) for index in range(9))])
     dispatcher = make(next_task=lambda: next(tasks), env_limits={(Split.TRAIN, 0): 4})
@@ -222,6 +235,18 @@ class AnyOrder(RuleBasedStateMachine):
             assert all((step - 1) - version <= self.off_policy for version in group.versions)
         self.queue = fresh
         self._cancelled(self.dispatcher.advance(step + 1))
+
+    @rule(count=st.integers(0, 6))
+    def take_back(self, count):
+        before = self.dispatcher.in_flight
+        self._cancelled(self.dispatcher.cancel_youngest(count))
+        only_evals = all(start.split is Split.EVAL for start in self.live.values())
+        assert only_evals or self.dispatcher.in_flight <= before - count
+
+    @rule(permits=st.integers(1, 20))
+    def permit(self, permits):
+        self.dispatcher.max_in_flight = permits
+        self.permits = max(permits, self.dispatcher.in_flight)
 
     @rule(samples=st.integers(1, 3))
     def evaluate(self, samples):
