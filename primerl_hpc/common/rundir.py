@@ -295,6 +295,17 @@ def publish_endpoint(run_dir: RunDir, process: str, url: str, **details: Any) ->
     )
 
 
+def rendezvous_name(process: str) -> str:
+    """Name of the endpoint at which the tasks of a process over several nodes meet."""
+    return f"rdzv-{process}"
+
+
+def forget_endpoints(run_dir: RunDir, process: str) -> None:
+    """Remove what a process that has ended had published."""
+    for name in (process, rendezvous_name(process)):
+        run_dir.endpoint(name).unlink(missing_ok=True)
+
+
 def read_endpoint(run_dir: RunDir, process: str) -> dict[str, Any] | None:
     """The published endpoint, or None while there is none (not started, or its process died)."""
     return read_json_or_none(run_dir.endpoint(process))

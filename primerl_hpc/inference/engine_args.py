@@ -8,8 +8,10 @@ The API key is never an argument: `ps` would show it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
@@ -29,6 +31,8 @@ _OURS = frozenset(
             "worker-extension-cls",
         ),
         *("tensor-parallel-size", "data-parallel-size", "api-server-count", "logprobs-mode", "headless"),
+        *("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"),
+        *("data-parallel-start-rank", "nnodes", "node-rank", "master-addr", "master-port"),
     }
 )
 
@@ -72,6 +76,23 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
             raise ConfigError(f"inference.extra_args may not set '{key}'", mend="the run decides it itself")
         options[key] = value
     return [part for name, value in options.items() for part in _as_flag(name, value)]
+
+
+def node_args(layout: InferenceLayout, num_nodes: int, node_rank: int, address: dict[str, Any]) -> list[str]:
+    """More arguments on one node of an engine that spans several; ``address``: ``host`` and ``port`` of its first node.
+
+    An engine splits by data parallel ranks where each fits into a node, else by tensor parallel ones (`plan/split.py`
+    lets nothing else through). Only the first node has an API; the others are headless and take work from it.
+    """
+    host, port = str(address["host"]), str(address["port"])
+    headless = ["--headless"] if node_rank else []
+    if layout.data_parallel == 1:
+        where = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
+        return [*where, "--master-addr", host, "--master-port", port, *headless]
+    local = layout.data_parallel // num_nodes
+    start = ["--data-parallel-start-rank", str(node_rank * local)] if node_rank else []
+    meeting = ["--data-parallel-address", host, "--data-parallel-rpc-port", port]
+    return ["--data-parallel-size-local", str(local), *meeting, *headless, *start]
 
 
 def _memory(recipe: Recipe, is_cpu: bool) -> dict[str, int | float]:

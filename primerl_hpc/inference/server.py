@@ -5,25 +5,31 @@
 The port is bound here and the open socket handed to vLLM, so nobody can take it in between; a restarted engine asks
 for its old port first, so that its URL stays the same. The endpoint is published only after the engine has generated a
 token: a listening port is not readiness.
+
+An engine over several nodes is this process on each of them. The first one decides the weights for all, serves and
+publishes; the others are headless. A node that ends takes the whole engine with it (srun's ``--wait``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, RoleError
 from primerl_hpc.common.listen import bind_listener, listen_host
+from primerl_hpc.common.rendezvous import meet
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.inference import routes
 from primerl_hpc.inference.checkpoint import read_headers
-from primerl_hpc.inference.engine_args import engine_args
+from primerl_hpc.inference.engine_args import engine_args, node_args
 from primerl_hpc.plan.types import PhasePlan, Plan
 
 logger = logging.getLogger(__name__)
@@ -57,24 +63,37 @@ def choose_start_weights(run: RunDir, base: str, reader: str) -> StartWeights:
 
 def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str) -> None:
     """Serve until SIGTERM. Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies."""
+    num_nodes, node_rank = len(phase.process(process).nodes), env.slurm_node_rank()
+    if num_nodes == 1:
+        weights = choose_start_weights(run, phase.model_path, process)
+        return _serve(run, plan, phase, process, weights, more=[])
+    chosen: list[StartWeights] = []
+
+    def choose() -> dict[str, Any]:
+        chosen.append(choose_start_weights(run, phase.model_path, process))
+        return {"path": chosen[0].path, "version": chosen[0].version}
+
+    address = meet(run, process, node_rank=node_rank, choose=choose)
+    os.environ["VLLM_HOST_IP"] = listen_host(num_nodes)  # vLLM would ask the route to the internet
+    more = node_args(phase.recipe.layout.inference, num_nodes, node_rank, address)
+    if node_rank == 0:
+        return _serve(run, plan, phase, process, chosen[0], more)
+    return _serve_headless(plan, phase, address["path"], more)
+
+
+def _serve(
+    run: RunDir, plan: Plan, phase: PhasePlan, process: str, weights: StartWeights, more: list[str]
+) -> None:
     from primerl_hpc.inference import vllm_compat
 
-    weights = choose_start_weights(run, phase.model_path, process)
     listener = bind_listener(listen_host(len(plan.nodes)), run.last_port(process))
     host, port = listener.getsockname()[:2]
     state = routes.EngineState(
         process, env.attempt(), env.incarnation(), weights.version, api_key=ensure_api_key(run)
     )
     routes.install(state)
-    arguments = engine_args(phase.recipe, model_path=weights.path, accelerator=plan.accelerator)
-    logger.info("starting vLLM on %s:%d with policy version %d: %s", host, port, weights.version, arguments)
-    try:
-        args = vllm_compat.parse_serve_args(arguments)
-    except (SystemExit, ValueError) as error:
-        raise ConfigError(
-            f"vLLM refuses the engine's arguments ({error})",
-            mend="look at inference.extra_args and layout.inference",
-        ) from error
+    args = _parse([*_arguments(plan, phase, weights.path), *more])
+    logger.info("starting vLLM on %s:%d with policy version %d", host, port, weights.version)
 
     async def companion() -> None:
         try:
@@ -97,6 +116,30 @@ def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str) -> None:
     finally:
         weights.release()
         listener.close()
+
+
+def _serve_headless(plan: Plan, phase: PhasePlan, model_path: str, more: list[str]) -> None:
+    from primerl_hpc.inference import vllm_compat
+
+    logger.info("starting vLLM without an API")
+    vllm_compat.serve_headless(_parse([*_arguments(plan, phase, model_path), *more]))
+
+
+def _arguments(plan: Plan, phase: PhasePlan, model_path: str) -> list[str]:
+    return engine_args(phase.recipe, model_path=model_path, accelerator=plan.accelerator)
+
+
+def _parse(arguments: list[str]) -> Any:
+    from primerl_hpc.inference import vllm_compat
+
+    logger.info("vLLM's arguments: %s", arguments)
+    try:
+        return vllm_compat.parse_serve_args(arguments)
+    except (SystemExit, ValueError) as error:
+        raise ConfigError(
+            f"vLLM refuses the engine's arguments ({error})",
+            mend="look at inference.extra_args and layout.inference",
+        ) from error
 
 
 async def probe(url: str, api_key: str) -> None:

@@ -50,6 +50,18 @@ def serve(
         uvloop.run(_serve(args, listener, companion))
 
 
+def serve_headless(args: Namespace) -> None:
+    """Work for the engine's first node until SIGTERM. Raises RoleError when the engine ends by itself."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.utils.system_utils import set_ulimit
+
+    set_ulimit()
+    args.api_server_count = 0
+    with contextlib.suppress(SystemExit):  # its own handler of SIGTERM
+        run_headless(args)
+        raise RoleError("this node's part of the engine ended by itself", mend="see the lines above")
+
+
 async def _serve(
     args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:

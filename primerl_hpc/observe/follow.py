@@ -75,7 +75,8 @@ class Follower:
                 self.say(f"phase {self.phase} ({event['kind']}){after}")
                 self.say(f"  starts {self._roles()}")
             case "role_ready":
-                self.say(f"{process} is ready after {event['after_s']} s")
+                where = f" at {event['url']}" if process.startswith("router") and event.get("url") else ""
+                self.say(f"{process} is ready after {event['after_s']} s{where}")
             case "role_exited" if event.get("status") != "exit code 0":
                 self.say(f"{process} ended: {event['status']}")
             case "role_restarting":

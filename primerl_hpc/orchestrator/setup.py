@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from primerl_hpc.common.errors import TimeoutWaitingError
-from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.names import Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
 from primerl_hpc.envs.config import environments_of
 from primerl_hpc.envs.tasks import load_tasks
@@ -52,10 +52,13 @@ def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:
 async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[EnvHandle]]:
     """Tasks and clients of every environment, in the recipe's order; server i serves train then eval.
 
+    An evaluation alone has no servers for the training environments that its recipe may bring along.
     Raises ConfigError and DataError naming the environment.
     """
     handles: dict[Split, list[EnvHandle]] = {Split.TRAIN: [], Split.EVAL: []}
     for index, (split, environment) in enumerate(environments_of(recipe)):
+        if recipe.kind == Kind.EVAL and split == "train":
+            continue
         limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
         tasks = await asyncio.to_thread(load_tasks, environment, limit)
         client = EnvServerClient(run, process_name(Role.ENV_SERVER, index), environment)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Kind
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,10 @@ class Split:
 
 def split(recipe: Recipe, profile: Profile) -> Split:
     """Raises ConfigError, with the numbers, when the recipe asks for more than the profile has."""
-    per_node = profile.accelerators_per_node
     needs_inference = recipe.kind != Kind.SFT
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
-    per_replica = recipe.layout.inference.accelerators_per_replica
-    if needs_inference and per_replica > per_node:
-        raise ConfigError(
-            f"one engine needs {per_replica} accelerators (tensor_parallel × data_parallel), "
-            f"a node of profile '{profile.name}' has {per_node}",
-            mend="lower layout.inference.tensor_parallel or data_parallel",
-        )
+    if needs_inference:
+        _check_replica(recipe.layout.inference, profile)
     notes: list[str] = []
     if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
         result = _split_one_node(recipe, profile, needs_inference, needs_trainer, notes)
@@ -56,6 +50,30 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     if result.trainer is not None:
         _check_trainer(recipe, result.trainer)
     return result
+
+
+def _check_replica(layout: InferenceLayout, profile: Profile) -> None:
+    """An engine larger than a node takes whole nodes, and no tensor parallel group lies across two data parallel ones."""
+    per_node, asked = profile.accelerators_per_node, layout.accelerators_per_replica
+    if asked <= per_node:
+        return
+    said = (
+        f"one engine needs {asked} accelerators (tensor_parallel {layout.tensor_parallel} × data_parallel "
+        f"{layout.data_parallel}), a node of profile '{profile.name}' has {per_node}"
+    )
+    if profile.nodes < -(-asked // per_node):
+        mend = "lower layout.inference.tensor_parallel or data_parallel"
+        raise ConfigError(f"{said} and there are {profile.nodes}", mend=mend)
+    if asked % per_node:
+        raise ConfigError(
+            f"{said}: an engine over several nodes takes whole ones",
+            mend=f"make tensor_parallel × data_parallel a multiple of {per_node}",
+        )
+    if layout.data_parallel > 1 and per_node % layout.tensor_parallel:
+        raise ConfigError(
+            f"{said}: a data parallel rank of {layout.tensor_parallel} accelerators would lie across nodes",
+            mend=f"choose a tensor_parallel that divides {per_node}, or data_parallel 1 and more replicas",
+        )
 
 
 def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool) -> bool:
@@ -140,38 +158,44 @@ def _inference_nodes(
 ) -> tuple[int, int]:
     """(nodes, replicas)"""
     layout = recipe.layout.inference
-    per_node_replicas = profile.accelerators_per_node // layout.accelerators_per_replica
+    per_node, size = profile.accelerators_per_node, layout.accelerators_per_replica
+    span, together = max(1, size // per_node), max(1, per_node // size)  # `together` engines on `span` nodes
     if layout.nodes == "auto":
         if layout.replicas == "auto":
-            nodes = max(1, profile.nodes - trainer_nodes)
+            nodes = max(span, (profile.nodes - trainer_nodes) // span * span)
             notes.append(f"layout.inference.nodes: {nodes}, all that the trainer's {trainer_nodes} leave")
         else:
-            nodes = -(-layout.replicas // per_node_replicas)
+            nodes = -(-layout.replicas // together) * span
             notes.append(f"layout.inference.nodes: {nodes} for {layout.replicas} engines")
     else:
         nodes = layout.nodes
-    replicas = nodes * per_node_replicas if layout.replicas == "auto" else layout.replicas
-    if replicas > nodes * per_node_replicas:
+    most = nodes // span * together
+    replicas = most if layout.replicas == "auto" else layout.replicas
+    if replicas > most or nodes < span:
         raise ConfigError(
-            f"{replicas} engines of {layout.accelerators_per_replica} accelerators do not fit on "
-            f"{nodes} nodes of {profile.accelerators_per_node}",
-            mend=f"at most {nodes * per_node_replicas}; lower layout.inference.replicas or raise its nodes",
+            f"{max(replicas, 1)} engines of {size} accelerators do not fit on {nodes} nodes of {per_node}",
+            mend=f"at most {most}; lower layout.inference.replicas or raise its nodes",
         )
-    if replicas < nodes:
+    if replicas * span < nodes:
         raise ConfigError(
-            f"{replicas} engines leave {nodes - replicas} of {nodes} inference nodes idle",
+            f"{replicas} engines leave {nodes - replicas * span} of {nodes} inference nodes idle",
             mend="lower layout.inference.nodes or raise its replicas",
         )
     return nodes, replicas
 
 
 def _place_replicas(recipe: Recipe, replicas: int, nodes: int, per_node: int) -> tuple[Placement, ...]:
-    """Round robin over nodes, so that fewer engines than fit are spread."""
+    """Round robin over nodes, so that fewer engines than fit are spread; an engine over several nodes has them alone."""
     size = recipe.layout.inference.accelerators_per_replica
+    span = max(1, size // per_node)
     placements = []
     for index in range(replicas):
-        node, slot = index % nodes, index // nodes
-        placements.append(Placement((node,), tuple(range(slot * size, (slot + 1) * size))))
+        if span > 1:
+            first = index * span
+            placements.append(Placement(tuple(range(first, first + span)), tuple(range(per_node))))
+        else:
+            node, slot = index % nodes, index // nodes
+            placements.append(Placement((node,), tuple(range(slot * size, (slot + 1) * size))))
     return tuple(placements)
 
 

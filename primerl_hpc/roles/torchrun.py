@@ -1,7 +1,6 @@
 """Becomes torchrun: the trainer and SFT roles are this file with the plan's numbers filled in.
 
-One node meets itself on a port that torchrun binds. Several nodes meet at the first one: it picks a free port and
-publishes it as endpoint ``rdzv-<process>``; the others wait for the one of their own attempt and incarnation.
+One node meets itself on a port that torchrun binds; several nodes meet at the first one (`common/rendezvous.py`).
 No restarts here: after a fault the supervisor starts the whole group again from the last complete checkpoint.
 """
 
@@ -9,17 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
-from primerl_hpc.common.files import wait_until
-from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint
+from primerl_hpc.common.rendezvous import meet
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import ProcessPlan, load_plan
-
-RENDEZVOUS_TIMEOUT_S = 600.0
 
 
 def run_torchrun(arguments: list[str]) -> None:
@@ -71,28 +67,6 @@ def rendezvous(root: RunDir, process: ProcessPlan) -> list[str]:
         address = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
         return [*address, "--rdzv-id", f"{process.name}-{env.attempt()}-{env.incarnation()}"]
     node_rank = env.slurm_node_rank()
-    name = f"rdzv-{process.name}"
-    if node_rank == 0:
-        host, port = socket.gethostname(), free_port()
-        publish_endpoint(root, name, f"tcp://{host}:{port}", port=port)
-    else:
-        endpoint = wait_until(
-            lambda: _current(read_endpoint(root, name)),
-            what=f"node 0 of {process.name} to publish its rendezvous",
-            timeout_s=RENDEZVOUS_TIMEOUT_S,
-        )
-        host, port = endpoint["host"], endpoint["port"]
-    return ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", str(port)]
-
-
-def _current(endpoint: dict | None) -> dict | None:
-    """An endpoint of an earlier life is none."""
-    mine = {"attempt": env.attempt(), "incarnation": env.incarnation()}
-    return endpoint if endpoint is not None and endpoint.items() >= mine.items() else None
-
-
-def free_port() -> int:
-    """A port that is free now; torchrun's store binds it a moment later."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    address = meet(root, process.name, node_rank=node_rank)
+    host, port = address["host"], str(address["port"])
+    return ["--node-rank", str(node_rank), "--master-addr", host, "--master-port", port]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json
-from primerl_hpc.common.rundir import read_endpoint
+from primerl_hpc.common.rundir import forget_endpoints, read_endpoint
 from primerl_hpc.plan.types import PhasePlan, ProcessPlan
 from primerl_hpc.runtime.failures import describe_failure, forget_earlier_words, write_failure
 from primerl_hpc.runtime.policy import Action, PhasePolicy
@@ -116,7 +116,7 @@ class PhaseRun:
         assert each.waiter is not None and each.launch is not None
         status, each.waiter, each.exit = each.waiter.result(), None, each.waiter.result()
         name, code = each.process.name, self._effective_code(each.process, status)
-        self.run_dir.endpoint(name).unlink(missing_ok=True)
+        forget_endpoints(self.run_dir, name)
         self.supervisor.set_process(name, state="exited", exit=str(status))
         self.supervisor.record("role_exited", process=name, status=str(status))
         decision = self.policy.on_exit(name, code, progress=self._progress())
@@ -163,7 +163,8 @@ class PhaseRun:
         if endpoint and endpoint.get("incarnation") == each.incarnation:
             each.is_ready = True
             self.supervisor.set_process(name, state="ready", url=endpoint.get("url"))
-            self.supervisor.record("role_ready", process=name, after_s=round(now - each.started_at, 1))
+            after_s = round(now - each.started_at, 1)
+            self.supervisor.record("role_ready", process=name, after_s=after_s, url=endpoint.get("url"))
         limit_s = each.process.ready_timeout_s
         if not each.is_ready and limit_s and now - each.started_at > limit_s:
             self.supervisor.record("role_not_ready", process=name, after_s=limit_s)
@@ -233,7 +234,7 @@ class PhaseRun:
                         await each.step.kill()
                 await asyncio.wait(late, timeout=TEARDOWN_S)
         for each in alive:
-            self.run_dir.endpoint(each.process.name).unlink(missing_ok=True)
+            forget_endpoints(self.run_dir, each.process.name)
             with contextlib.suppress(asyncio.InvalidStateError):
                 status = each.waiter.result() if each.waiter else None
                 self.supervisor.set_process(each.process.name, state="ended", exit=str(status))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.inference.engine_args import engine_args
+from primerl_hpc.inference.engine_args import engine_args, node_args
 from primerl_hpc.plan.engine_env import engine_env
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -89,3 +89,26 @@ def test_only_cpu_engines_get_openmp_settings() -> None:
     assert engine_env("cpu")["OMP_NUM_THREADS"] == "1"
     assert engine_env("cpu")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert not any("OMP" in name or "CPU" in name for name in engine_env("gpu"))
+
+
+MEETING = {"host": "10.0.0.1", "port": 4242}
+
+
+def test_an_engine_splits_over_nodes_by_data_parallel_ranks() -> None:
+    layout = InferenceLayout(tensor_parallel=4, data_parallel=4)
+    head, second = (flags(node_args(layout, 2, rank, MEETING)) for rank in (0, 1))
+    shared = {
+        "data-parallel-size-local": "2",
+        "data-parallel-address": "10.0.0.1",
+        "data-parallel-rpc-port": "4242",
+    }
+    assert head == shared
+    assert second == {**shared, "headless": True, "data-parallel-start-rank": "2"}
+
+
+def test_an_engine_splits_over_nodes_by_tensor_parallel_ranks() -> None:
+    layout = InferenceLayout(tensor_parallel=16)
+    head, second = (flags(node_args(layout, 2, rank, MEETING)) for rank in (0, 1))
+    shared = {"nnodes": "2", "master-addr": "10.0.0.1", "master-port": "4242"}
+    assert head == {**shared, "node-rank": "0"}
+    assert second == {**shared, "node-rank": "1", "headless": True}

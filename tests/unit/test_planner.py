@@ -68,6 +68,21 @@ def test_a_run_with_node_counts_gets_nodes_of_its_own() -> None:
     assert trainer.nodes == (2, 3) and trainer.accelerators == tuple(range(8))
 
 
+@pytest.mark.parametrize("layout", ["tensor_parallel: 16", "tensor_parallel: 4, data_parallel: 4"])
+def test_an_engine_larger_than_a_node_takes_whole_nodes(layout: str) -> None:
+    recipe = tiny(
+        f"layout.inference={{replicas: auto, {layout}}}", "layout.trainer.ranks=auto", "warmup=null"
+    )
+    made = plan(recipe, gpu_profile(nodes=6)).phase("main")
+    engines = made.of_role(Role.INFERENCE)
+    assert [engine.nodes for engine in engines] == [
+        (0, 1),
+        (2, 3),
+    ]  # the fifth node alone cannot hold another
+    assert all(engine.accelerators == tuple(range(8)) for engine in engines)
+    assert made.process("trainer-0").nodes == (4,) and made.process("orchestrator-0").nodes == (0,)
+
+
 def test_a_role_may_have_its_own_interpreter() -> None:
     profile = load_profile("local").profile.model_dump()
     profile["software"]["roles"] = {"inference": {"python": "/vllm/bin/python"}}
@@ -114,7 +129,23 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
     ("overrides", "profile", "says"),
     [
         (["layout.trainer.ranks=4"], load_profile("local").profile, ["5 accelerators", "has 4"]),
-        (["layout.inference.tensor_parallel=16"], gpu_profile(4), ["16 accelerators", "has 8"]),
+        (["layout.inference.tensor_parallel=16"], gpu_profile(1), ["16 accelerators", "has 8"]),
+        (["layout.inference.tensor_parallel=12"], gpu_profile(4), ["12 accelerators", "multiple of 8"]),
+        (
+            ["layout.inference={tensor_parallel: 16, data_parallel: 2}"],
+            gpu_profile(8),
+            ["lie across nodes", "divides 8"],
+        ),
+        (
+            ["layout.inference={nodes: 3, replicas: 2, tensor_parallel: 16}"],
+            gpu_profile(8),
+            ["2 engines", "at most 1"],
+        ),
+        (
+            ["layout.inference={nodes: 5, replicas: 2, tensor_parallel: 16}"],
+            gpu_profile(8),
+            ["1 of 5 inference nodes idle"],
+        ),
         (["layout.inference.nodes=4", "layout.inference.replicas=32"], gpu_profile(4), ["5 nodes", "has 4"]),
         (["layout.inference.nodes=2"], gpu_profile(4), ["1 engines", "idle"]),
         (["layout.trainer.replicate=3"], gpu_profile(1), ["3", "2 ranks"]),
@@ -135,7 +166,8 @@ def test_more_than_the_profile_has_is_refused_with_the_numbers(
     nodes=st.integers(1, 6),
     gpus=st.sampled_from([0, 1, 2, 4, 8]),
     replicas=st.one_of(st.just("auto"), st.integers(1, 9)),
-    tensor_parallel=st.sampled_from([1, 2, 4]),
+    tensor_parallel=st.sampled_from([1, 2, 4, 8, 16]),
+    data_parallel=st.sampled_from([1, 2, 3, 4]),
     ranks=st.one_of(st.just("auto"), st.integers(1, 16)),
     inference_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
     trainer_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
@@ -145,12 +177,18 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
     gpus: int,
     replicas: int | str,
     tensor_parallel: int,
+    data_parallel: int,
     ranks: int | str,
     inference_nodes: int | str,
     trainer_nodes: int | str,
 ) -> None:
     layout = {
-        "inference": {"nodes": inference_nodes, "replicas": replicas, "tensor_parallel": tensor_parallel},
+        "inference": {
+            "nodes": inference_nodes,
+            "replicas": replicas,
+            "tensor_parallel": tensor_parallel,
+            "data_parallel": data_parallel,
+        },
         "trainer": {"nodes": trainer_nodes, "ranks": ranks},
     }
     recipe = Recipe.model_validate({**tiny().model_dump(), "layout": layout})
@@ -164,6 +202,8 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
         ]
         assert len(taken) == len(set(taken))
         assert all(node < len(made.nodes) <= nodes and slot < (gpus or 4) for node, slot in taken)
+        for engine in phase.of_role(Role.INFERENCE):
+            assert len(engine.nodes) * len(engine.accelerators) == tensor_parallel * data_parallel
 
 
 def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path) -> None:

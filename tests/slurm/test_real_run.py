@@ -1,0 +1,179 @@
+"""The real system on a real SLURM, over several nodes: RL, inference alone, evaluation alone, with a tiny model.
+
+Nodes here have one CPU slot each if not said otherwise, so that two ranks of an engine or trainer span two nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
+from primerl_hpc.common.slurm import ask
+from primerl_hpc.common.yamldoc import dump_yaml, load_yaml
+from primerl_hpc.observe.slurm import JobWatcher
+from primerl_hpc.observe.snapshot import take_snapshot
+from tests.e2e.serving import hf_logprobs
+from tests.slurm.virtual import Cluster, run_cli, wait_for
+from tests.support import ROOT, make_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+READY_S = 240  # cold engines on a busy machine
+TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
+SMALL: dict[str, Any] = {
+    "base": str(TINY),
+    "warmup": None,
+    "max_steps": 2,
+    "environments": {"train": [{"id": "reverse-text", "args": {"split": "train"}}], "eval": []},
+    "rollouts": {"batch_size": 16, "group_size": 4},
+    "inference": {"kv_cache_gib": 0.0625},
+    "checkpoint": {"interval": None},
+}
+
+
+class RealRun:
+    """A submitted run and what SLURM says of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.run, self.jobs = RunDir(root), JobWatcher()
+
+    @property
+    def state(self) -> RunState:
+        return take_snapshot(self.run, self.jobs.facts_of([self.run])).state
+
+    @property
+    def job(self) -> str:
+        return str(take_snapshot(self.run).job["job_id"])
+
+    def steps(self) -> dict[str, str]:
+        """Node list by name of every step that accounting knows."""
+        rows = ask(["sacct", "-n", "-P", "-j", self.job, "-o", "JobName,NodeList"]).splitlines()
+        return dict(row.split("|") for row in rows)
+
+    def words(self) -> str:
+        """The ends of its logs, for a failing test."""
+        logs = sorted(self.run.root.glob("logs/**/*.*"))
+        return "\n".join(
+            f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.is_file()
+        )
+
+    def wait_for_state(self, state: RunState, timeout_s: float = 300) -> None:
+        wait_for(lambda: self.state.is_final or self.state == state, "its end", timeout_s, self.words)
+        assert self.state == state, self.words()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=1) / "model"
+
+
+@pytest.fixture
+def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[..., RealRun]]:
+    profile = dict(load_yaml(ROOT / "cluster_profiles" / "virtual.yaml").values)
+    made: list[RealRun] = []
+
+    def go(name: str, recipe: dict[str, Any], *, slots: int = 1) -> RealRun:
+        profile["node"] = {**profile["node"], "cpu_slots": slots}
+        (tmp_path / "profile.yaml").write_text(dump_yaml(profile))
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(dump_yaml({**SMALL, "name": name, **recipe}))
+        root = tmp_path / "runs" / name
+        words = ("submit", str(path), "-p", str(tmp_path / "profile.yaml"), "--run-dir", str(root))
+        done = run_cli(*words, "--set", f"model.name={model}")
+        assert done.returncode == 0, done.stderr
+        made.append(RealRun(root))
+        return made[-1]
+
+    yield go
+    for each in made:
+        subprocess.run(["scancel", "--full", each.job], check=False, capture_output=True)
+    cluster.wait_until_idle()
+
+
+def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(submit: Callable[..., RealRun]) -> None:
+    """A data-parallel engine of two nodes takes new weights from a trainer of two nodes, and the run ends done."""
+    real = submit(
+        "rl", {"layout": {"inference": {"replicas": 1, "data_parallel": 2}, "trainer": {"ranks": 2}}}
+    )
+    real.wait_for_state(RunState.DONE)
+    steps = read_steps(real.run.metrics("trainer"))
+    assert list(steps) == [1, 2]
+    # a rank with other weights than the trainer's would sample tokens of other probability
+    assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
+    assert real.run.latest_checkpoint() == 2
+    wait_for(lambda: {"inference-0", "trainer-0"} <= set(real.steps()), "accounting", tell=real.steps)
+    nodes = real.steps()
+    assert (nodes["inference-0"], nodes["trainer-0"]) == ("n[1-2]", "n[3-4]")
+    assert nodes["orchestrator-0"] == nodes["router-0"] == "n1"
+    assert [path.name for path in sorted(real.run.latest_logs.glob("inference/0_*.log"))] == [
+        "0_0.log",
+        "0_1.log",
+    ]
+
+
+def test_inference_alone_tells_its_address_and_serves(
+    cluster: Cluster, submit: Callable[..., RealRun], model: Path
+) -> None:
+    """One engine whose tensor parallel ranks are on two nodes, behind the router."""
+    real = submit(
+        "serve", {"kind": "inference", "layout": {"inference": {"replicas": 1, "tensor_parallel": 2}}}
+    )
+    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", READY_S, real.words)
+    endpoint = read_endpoint(real.run, "router-0")
+    assert endpoint is not None
+    url = endpoint["url"]
+    prompt = [1, 5, 103, 40, 41, 42, 2]
+    parameters = {"max_tokens": 8, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
+    body = json.dumps({"token_ids": prompt, "sampling_params": parameters})
+    key = f"Authorization: Bearer {ensure_api_key(real.run)}"
+    post = ("exec", "curl", "-s", "-H", key, "-H", "Content-Type: application/json", "-d", body)
+    answers: list[str] = []
+
+    def ask_for_tokens() -> bool:  # the network of the nodes can be reached from the cluster's login node
+        answers.append(cluster.tool(*post, f"{url}/inference/v1/generate", check=False))
+        return '"choices"' in answers[-1]
+
+    wait_for(ask_for_tokens, "tokens through the router", tell=lambda: answers[-1:])
+    answer = json.loads(answers[-1])
+    choice = answer["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx(hf_logprobs(model, prompt, choice["token_ids"]), abs=1e-4)
+    ready = [row for row in read_jsonl(real.run.events) if row["event"] == "role_ready"]
+    assert {row["process"] for row in ready} == {"inference-0", "router-0"}
+    assert url in run_cli("status", str(real.run.root)).stdout
+    assert run_cli("cancel", str(real.run.root), "--wait").returncode == 0
+    assert real.state == RunState.STOPPED
+
+
+def test_evaluation_alone_measures_and_ends(submit: Callable[..., RealRun]) -> None:
+    """One node, one engine of two tensor parallel ranks on it."""
+    held_out = {
+        "id": "reverse-text",
+        "name": "held-out",
+        "args": {"split": "test"},
+        "num_tasks": 8,
+        "samples": 2,
+    }
+    real = submit(
+        "measure",
+        {
+            "kind": "eval",
+            "environments": {"eval": [held_out]},
+            "layout": {"inference": {"replicas": 1, "tensor_parallel": 2}},
+        },
+        slots=2,
+    )
+    real.wait_for_state(RunState.DONE)
+    row = read_steps(real.run.metrics("eval"))[0]
+    assert 0 <= row["eval/held-out/reward/mean"] <= 1
+    wait_for(lambda: "evaluator-0" in real.steps(), "accounting", tell=real.steps)
+    assert set(real.steps().values()) == {"n1"}
