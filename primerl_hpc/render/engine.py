@@ -40,6 +40,13 @@ def quote_directive(value: object) -> str:
     return f'"{escaped}"'
 
 
+def quote_word(value: object) -> str:
+    """A value as one word of the shell. Raises ConfigError for a NUL, which bash drops in silence."""
+    if "\0" in str(value):
+        raise ConfigError(f"{str(value)!r} cannot stand in a script: it has a NUL character")
+    return shlex.quote(str(value))
+
+
 def make_engine(first: Sequence[Path] = ()) -> jinja2.Environment:
     """``first``: folders that come before all others."""
     shipped = jinja2.FileSystemLoader([str(path) for path in shipped_template_dirs()])
@@ -52,7 +59,7 @@ def make_engine(first: Sequence[Path] = ()) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    engine.filters["q"] = lambda value: shlex.quote(str(value))
+    engine.filters["q"] = quote_word
     engine.filters["directive"] = quote_directive
     engine.globals["options"] = options
     return engine

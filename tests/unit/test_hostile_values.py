@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -191,6 +191,7 @@ def test_any_text_in_a_profile_is_refused_or_arrives_as_it_is(folder: Path, path
 
 
 @settings(quick, max_examples=40)
+@example(run_dir="", python="\0", variable="", name="")
 @given(run_dir=HOSTILE, python=HOSTILE, variable=HOSTILE, name=HOSTILE)
 def test_any_path_interpreter_variable_and_name_too(
     folder: Path, run_dir: str, python: str, variable: str, name: str
