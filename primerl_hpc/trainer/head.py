@@ -53,5 +53,8 @@ class ChunkedLogprob(torch.autograd.Function):
             grad_logits.scatter_add_(-1, targets[part, None], grad[part, None].float())
             grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[part]
+            if hidden.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden[part])
+            else:
+                grad_weight += grad_logits.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None

@@ -28,6 +28,27 @@ def test_chunked_head_equals_the_plain_one_forward_and_backward(chunk_tokens):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_chunked_head_needs_an_eighth_of_the_plain_ones_memory_when_chunks_are_small():
+    hidden = torch.randn(1024, 16, requires_grad=True)
+    weight = torch.randn(5000, 16, requires_grad=True)
+    targets, temperatures = torch.randint(5000, (1024,)), torch.ones(1024)
+
+    def peak_bytes(head) -> int:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            head()[0].sum().backward()
+        alive = peak = 0
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            alive += event.nbytes()
+            peak = max(peak, alive)
+        return peak
+
+    whole = peak_bytes(lambda: plain(hidden, weight, targets, temperatures))
+    chunked = peak_bytes(lambda: ChunkedLogprob.apply(hidden, weight, targets, temperatures, 64))
+    assert whole > 3 * 1024 * 5000 * 4
+    assert chunked < whole / 8
+
+
 def test_head_without_tokens_gives_zero_gradients():
     hidden, weight = torch.empty(0, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""The chunked head beside the plain one: peak memory, time and values of log-probabilities and entropy.
+
+    tools/bench/chunked_head.py                                  # vocabulary 151,936, 4,096 tokens, hidden size 1,024
+    tools/bench/chunked_head.py --device cuda --dtype bfloat16
+
+Memory is what forward and backward need beyond inputs, weight and the weight's gradient, which both have: on CPU
+torch's own count of allocated bytes, on a GPU its allocator's peak. Each variant runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, weight).float() / temperatures[:, None]
+    logs = torch.log_softmax(logits, -1)
+    with torch.no_grad():
+        entropies = -(logs.exp() * logs).sum(-1)
+    return logs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    return ChunkedLogprob.apply(hidden, weight, targets, temperatures, auto_chunk_tokens(len(weight)))
+
+
+def run_variant(options: argparse.Namespace) -> dict[str, float]:
+    torch.manual_seed(0)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    hidden = torch.randn(options.tokens, options.hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(options.vocabulary, options.hidden, device=device) / options.hidden**0.5
+    weight = weight.to(dtype).requires_grad_()
+    targets = torch.randint(options.vocabulary, (options.tokens,), device=device)
+    temperatures = torch.full((options.tokens,), 0.9, device=device)
+    head = {"plain": plain, "chunked": chunked}[options.variant]
+
+    def step() -> tuple[Tensor, Tensor]:
+        logprobs, entropies = head(hidden, weight, targets, temperatures)
+        logprobs.mean().backward()
+        return logprobs.detach(), entropies
+
+    if device.type == "cuda":
+        step()  # workspaces and kernels of the first call are no part of it
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        started = time.perf_counter()
+        logprobs, entropies = step()
+        torch.cuda.synchronize()
+        duration_s = time.perf_counter() - started
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with torch.profiler.profile(
+            profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profile:
+            started = time.perf_counter()
+            logprobs, entropies = step()
+            duration_s = time.perf_counter() - started
+        peak = peak_of(profile)
+    peak -= weight.grad.numel() * weight.grad.element_size()
+    values = {
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "hidden": hidden.grad,
+        "weight": weight.grad[:: max(1, len(weight) // 4096)],
+    }
+    torch.save({name: value.float().cpu() for name, value in values.items()}, options.values)
+    return {"peak_mib": peak / 2**20, "seconds": duration_s}
+
+
+def peak_of(profile: torch.profiler.profile) -> int:
+    """Highest sum of all allocations still alive, in bytes."""
+    alive = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
+    parser.add_argument("--values", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.variant:
+        print(json.dumps(run_variant(options)))
+        return 0
+    results, values = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in ("plain", "chunked"):
+            path = Path(folder) / variant
+            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant, "--values", str(path)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            results[variant] = json.loads(done.stdout.splitlines()[-1])
+            values[variant] = torch.load(path, weights_only=True)
+    print(f"{platform.machine()}, torch {torch.__version__}, {options.device} {options.dtype}")
+    for variant, row in results.items():
+        print(f"{variant:>8}: {row['peak_mib']:8.0f} MiB  {row['seconds']:6.2f} s")
+    print(f"   ratio: {results['plain']['peak_mib'] / results['chunked']['peak_mib']:8.1f}")
+    for name, value in values["plain"].items():
+        difference = (value - values["chunked"][name]).abs().max() / value.abs().max()
+        print(f"{name:>10}: largest difference {difference:.1e} of the largest value")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
