@@ -185,6 +185,13 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
 
+    def fork_note(self, step: int) -> Path:
+        """In a checkpoint that came from another run: ``{"run": …, "step": …, "skip": [parts not to take over]}``."""
+        return self.checkpoint(step) / "FORK.json"
+
+    def fork_skips(self, step: int) -> list[str]:
+        return (read_json_or_none(self.fork_note(step)) or {}).get("skip", [])
+
     def checkpoint_side(self, step: int, side: str) -> Path:
         """``side`` is ``trainer`` or ``orchestrator``."""
         return self.checkpoint(step) / side

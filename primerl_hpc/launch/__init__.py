@@ -1,1 +1,1 @@
-"""Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → executor."""
+"""Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → fork → executor."""

@@ -15,6 +15,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import register_run
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.launch.executor import submit_script
+from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
@@ -33,6 +34,7 @@ def prepare_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | No
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
+        import_checkpoint(run, plan.phases[-1].recipe)
         freeze(run, loaded, profile, plan, make_script(plan, profile))
     except BaseException:
         shutil.rmtree(run.root, ignore_errors=True)  # it was empty when we claimed it

@@ -162,7 +162,7 @@ class Orchestrator:
     # -- life ------------------------------------------------------------------------------------------------------
     async def run_to_end(self) -> None:
         """The main loop beside the watcher; the first fault of any of them ends all."""
-        if self.resumed:
+        if self.resumed and "data" not in self.run.fork_skips(self.resumed):
             self._restore(load_state(self.run, self.resumed))
             logger.info("resuming after step %d", self.resumed)
         await self.watcher.load(self.resumed)

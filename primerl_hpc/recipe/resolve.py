@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema import Model, Recipe
 from primerl_hpc.recipe.sft_rows import check_row
 from primerl_hpc.recipe.sft_schema import SFT, SFTData
 from primerl_hpc.recipe.sft_tables import first_jsonl_rows
+from primerl_hpc.recipe.training_schema import Fork
 
 CHECKED_ROWS = 5000
 
@@ -31,7 +33,26 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     if recipe.warmup is not None:
         sft = _resolve_sft(recipe.warmup.sft, document, folder, ("warmup", "sft"))
         changes["warmup"] = recipe.warmup.model_copy(update={"sft": sft})
+    if recipe.checkpoint.fork is not None:
+        fork = _resolve_fork(recipe.checkpoint.fork, document, folder)
+        changes["checkpoint"] = recipe.checkpoint.model_copy(update={"fork": fork})
     return recipe.model_copy(update=changes)
+
+
+def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
+    """Absolute path and the step's number. Raises NotFoundError where there is no such complete checkpoint."""
+    root = (folder / Path(fork.run).expanduser()).resolve()
+    run, place = RunDir(root), document.place(("checkpoint", "fork"))
+    if not run.plan.is_file():
+        raise NotFoundError(f"{root} is no run directory", place=place)
+    complete = run.complete_checkpoints()
+    if not complete or fork.step not in (None, *complete):
+        have = f"it has {', '.join(map(str, complete))}" if complete else "it has none"
+        wanted = (
+            "no complete checkpoint" if fork.step is None else f"no complete checkpoint of step {fork.step}"
+        )
+        raise NotFoundError(f"{root} has {wanted}", place=place, mend=have)
+    return fork.model_copy(update={"run": str(root), "step": fork.step or complete[-1]})
 
 
 def _looks_local(name: str, folder: Path) -> bool:

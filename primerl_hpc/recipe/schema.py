@@ -211,6 +211,13 @@ class Recipe(Block):
             raise ValueError("kind sft needs an sft block")
         if self.warmup is not None and self.kind != Kind.RL:
             raise ValueError("warmup belongs to kind rl")
+        if (fork := self.checkpoint.fork) is not None:
+            if self.kind not in (Kind.RL, Kind.SFT) or self.warmup is not None:
+                raise ValueError("checkpoint.fork belongs to kinds rl and sft without a warmup")
+            if fork.step is not None and self.max_steps is not None and fork.step >= self.max_steps:
+                raise ValueError(
+                    f"checkpoint.fork.step {fork.step} must be below max_steps {self.max_steps}: steps count on"
+                )
         if self.rollouts.batch_size % self.rollouts.group_size:
             raise ValueError(
                 f"rollouts.batch_size {self.rollouts.batch_size} must be a multiple of "

@@ -8,18 +8,16 @@ so no pickle is written or read (see docs/decisions/0002-checkpoint-format.md). 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import fsync_dir, read_json, write_json
+from primerl_hpc.common.files import read_json
 from primerl_hpc.common.rundir import COMPLETE, RunDir
 from primerl_hpc.recipe.training_schema import Checkpoint
 from primerl_hpc.trainer.core import Core
@@ -32,63 +30,69 @@ SIDE = "trainer"
 log = logging.getLogger("primerl_hpc.trainer")
 
 
-def save_checkpoint(
-    run: RunDir, core: Core, step: int, sides: tuple[str, ...], progress: dict[str, Any] | None = None
-) -> None:
-    """Write the side under another name, make it durable, rename it, mark it done. Collective."""
-    side = run.checkpoint_side(step, SIDE)
-    temporary = side.with_name(f"{SIDE}.tmp")
-    if core.world.is_leader:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(side, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_tensors(core), storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True))
-    if core.world.is_leader:
-        state = {
-            "schema_version": SCHEMA_VERSION,
-            "step": step,
-            "world_size": core.world.size,
-            "optimizer": core.recipe.optimizer.type,
-            "optimizer_kinds": state_kinds(core.optimizer),
-            "optimizer_updates": num_updates(core.optimizer),
-            "num_tokens": core.num_tokens,
-            "progress": progress or {},
-        }
-        write_json(temporary / STATE, state)
-        fsync_dir(temporary)
-        os.rename(temporary, side)
-        fsync_dir(side.parent)
-        run.finish_checkpoint_side(step, SIDE, sides)
-    dist.barrier()
+def checkpoint_state(core: Core, step: int, progress: dict[str, Any] | None) -> dict[str, Any]:
+    """What of a checkpoint is not a tensor."""
+    weights_only = core.recipe.checkpoint.weights_only
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "world_size": core.world.size,
+        "optimizer": core.recipe.optimizer.type,
+        "optimizer_kinds": [] if weights_only else state_kinds(core.optimizer),
+        "optimizer_updates": 0 if weights_only else num_updates(core.optimizer),
+        "num_tokens": core.num_tokens,
+        "schedule_start": core.schedule_start,
+        "progress": progress or {},
+    }
+
+
+def checkpoint_tensors(core: Core) -> dict[str, Tensor]:
+    """Weights, and the optimizer's state unless ``checkpoint.weights_only``, by name."""
+    weights = {f"model.{name}": value.detach() for name, value in core.policy.tensors()}
+    if core.recipe.checkpoint.weights_only:
+        return weights
+    return weights | state_tensors(core.optimizer, core.names)
 
 
 def load_checkpoint(run: RunDir, core: Core, step: int) -> dict[str, Any]:
     """Read weights and optimizer into ``core``; returns the loop's progress. Collective.
 
-    Raises DataError when the checkpoint is of another schema version or optimizer.
+    Of a checkpoint that came from another run, the parts named in its fork note are left as they are at the start.
+    Raises DataError when the checkpoint is of another schema version, model or optimizer, or is damaged.
     """
     side = run.checkpoint_side(step, SIDE)
     state = read_json(side / STATE)
+    skipped = run.fork_skips(step)
     if state["schema_version"] != SCHEMA_VERSION:
         raise DataError(
             f"checkpoint of schema version {state['schema_version']}, this trainer reads {SCHEMA_VERSION}",
             place=str(side),
         )
-    if state["optimizer"] != core.recipe.optimizer.type:
+    kinds = [] if "optimizer" in skipped else state["optimizer_kinds"]
+    if kinds and state["optimizer"] != core.recipe.optimizer.type:
         raise DataError(
             f"checkpoint was made with optimizer {state['optimizer']}, the recipe says {core.recipe.optimizer.type}",
             place=str(side),
+            mend="start from it in a new run with checkpoint.fork and skip: [optimizer]",
         )
-    make_state(core.optimizer, state["optimizer_kinds"], state["optimizer_updates"])
-    dcp.load(_tensors(core), storage_reader=HuggingFaceStorageReader(str(side)))
-    core.num_tokens = state["num_tokens"]
-    return state["progress"]
+    make_state(core.optimizer, kinds, state["optimizer_updates"])
+    tensors = checkpoint_tensors(core)
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(side)))
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, SafetensorError) as error:
+        raise DataError(
+            f"the checkpoint is damaged or of another model: {_cause(error)}", place=str(side)
+        ) from error
+    core.num_tokens = 0 if "progress" in skipped else state["num_tokens"]
+    core.schedule_start = step if "scheduler" in skipped else state["schedule_start"]
+    return {} if "data" in skipped else state["progress"]
 
 
-def _tensors(core: Core) -> dict[str, Tensor]:
-    weights = {f"model.{name}": value.detach() for name, value in core.policy.tensors()}
-    return weights | state_tensors(core.optimizer, core.names)
+def _cause(error: BaseException) -> str:
+    """The first rank's own words, in one line."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        error = error.failures[min(error.failures)][0]
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def is_due(config: Checkpoint, step: int, max_steps: int) -> bool:

@@ -65,6 +65,7 @@ class Core:
     watchdog: Watchdog
     num_tokens: int = 0  # trained on so far
     skipped_steps: int = 0  # in a row
+    schedule_start: int = 0  # the step after which the learning rate's schedule began
     small: bool = True
     names: dict = field(default_factory=dict)  # parameter → HF name
 
@@ -89,7 +90,8 @@ class Core:
         norm = gradient_norm(self.policy.parameters())
         reduced = tally.reduce()
         loss, norm_value = reduced["loss/total"][0], norm.item()
-        lr = config.optimizer.lr * lr_factor(config.scheduler, step, config.steps)
+        start = self.schedule_start
+        lr = config.optimizer.lr * lr_factor(config.scheduler, step - start, config.steps - start)
         is_finite = math.isfinite(loss) and math.isfinite(norm_value)
         if is_finite:
             self._update(norm, lr)

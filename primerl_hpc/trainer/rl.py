@@ -18,11 +18,11 @@ from primerl_hpc.trainer.checkpoint import (
     load_checkpoint,
     present_checkpoints,
     prune_checkpoints,
-    save_checkpoint,
 )
 from primerl_hpc.trainer.control import Next, Requests, grant_checkpoint, read_requests, wait_for_batch
 from primerl_hpc.trainer.core import Core, StepResult, build_core
 from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts_filesystem import LAG_S, FilesystemReceiver
@@ -38,6 +38,14 @@ def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) ->
     recipe = phase.recipe
     core = build_core(recipe, phase.model_path, world, watchdog)
     start = resume(run, core)
+    with Saver(run, core, SIDES) as saver:
+        outcome = train_steps(run, core, saver, start)
+        watchdog.beat("the last save")
+    return outcome
+
+
+def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str, int]:
+    recipe, world, watchdog = core.recipe, core.world, core.watchdog
     saved = start
     receiver = FilesystemReceiver(run, world_size=world.size)
     writer = MetricsWriter(run.metrics("trainer"))
@@ -45,9 +53,9 @@ def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) ->
         started = time.perf_counter()
         watchdog.rest()
         if wait_for_batch(run, receiver, step, world) == Next.STOP:
+            watchdog.beat(f"step {step - 1}, saving")
             if saved != step - 1:
-                watchdog.beat(f"step {step - 1}, saving")
-                save_checkpoint(run, core, step - 1, SIDES)
+                saver.save(step - 1, in_background=False)
             return "stopped", step - 1
         watchdog.beat(f"step {step}, reading its batch")
         waited_s = time.perf_counter() - started
@@ -58,7 +66,7 @@ def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) ->
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")
-            timings["time/save_ckpt"] = timed(save_checkpoint, run, core, step, SIDES)
+            timings["time/save_ckpt"] = timed(saver.save, step, in_background=request == Requests.NONE)
             saved = step
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
@@ -123,7 +131,7 @@ def report(step: int, max_steps: int, result: StepResult, step_s: float) -> None
     )
 
 
-def timed(call, *arguments) -> float:
+def timed(call, *arguments, **options) -> float:
     started = time.perf_counter()
-    call(*arguments)
+    call(*arguments, **options)
     return time.perf_counter() - started

@@ -15,10 +15,11 @@ from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.sft_tables import Chain, Rows, open_rows
-from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints, save_checkpoint
+from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints
 from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
 from primerl_hpc.trainer.core import Core, build_core
 from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.sft_data import SFTStream, all_rows
 from primerl_hpc.trainer.sft_tokens import Peers, Tokenizer
@@ -48,9 +49,9 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     validation = validation_rows(recipe, text_tokenizer, world)
     start = from_leader(run.latest_checkpoint() if world.is_leader else None) or 0
     if start:
-        stream.position = load_checkpoint(run, core, start)["position"]
+        stream.position = load_checkpoint(run, core, start).get("position", 0)
         log.info("resumed from checkpoint %d", start)
-    reporter = Reporter(run, recipe.steps, world)
+    reporter, saver = Reporter(run, recipe.steps, world), Saver(run, core, SIDES)
     before: dict[str, float] = {}
     if validation is not None and recipe.sft.validation.at_start and not start:
         before["val/initial_loss"], _ = core.evaluate(validation[world.rank :: world.size])
@@ -79,17 +80,21 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")
             save_started = time.perf_counter()
-            save_checkpoint(run, core, step, SIDES, {"position": stream.position})
+            saver.save(step, {"position": stream.position}, in_background=request == Requests.NONE)
             metrics["time/save_ckpt"] = time.perf_counter() - save_started
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
-            if world.is_leader:
-                prune_checkpoints(run, recipe.checkpoint)
+        if world.is_leader:
+            prune_checkpoints(run, recipe.checkpoint)
         reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
         if request == Requests.STOP and step < recipe.steps:
+            saver.finish()
             return "stopped", step
     watchdog.beat("writing the last weights")
     publish_last(run, core)
+    saver.finish()
+    if world.is_leader:
+        prune_checkpoints(run, recipe.checkpoint)
     return "done", recipe.steps
 
 

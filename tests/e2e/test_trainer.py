@@ -1,10 +1,12 @@
 """The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,6 +18,8 @@ from primerl_hpc.common.files import read_json, wait_until, write_text  # noqa: 
 from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.common.rundir import STABLE, RunDir  # noqa: E402
+from primerl_hpc.launch.fork import import_checkpoint  # noqa: E402
+from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
 from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
@@ -339,3 +343,105 @@ def test_sft_row_without_its_columns_is_named(tiny, tmp_path):
     assert error["exit_code"] == ExitCode.DATA
     assert "bad.jsonl:2: column 'completion' is missing" in error["message"]
     assert error["message"] in log
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_sft(tiny, tmp_path_factory) -> RunDir:
+    """Ten supervised steps on two ranks, a checkpoint after each."""
+    return finished_sft(tmp_path_factory.mktemp("saved"), long_sft(tiny), tiny)
+
+
+def long_sft(tiny: Path, **changes) -> dict:
+    recipe = sft_recipe(tiny, max_steps=10, checkpoint={"interval": 1, "keep_last": 20})
+    del recipe["sft"]["validation"]
+    recipe["trainer"]["deterministic"] = True
+    recipe["scheduler"] = {"type": "linear", "warmup_steps": 4, "decay_steps": 2}
+    return recipe | changes
+
+
+def finished_sft(folder: Path, recipe: dict, tiny: Path, ranks: int = 2) -> RunDir:
+    run = make_run(folder, recipe, tiny / "model", ranks=ranks, role=Role.SFT)
+    code, log = run_role(run, "main", "sft-0")
+    assert code == 0, log
+    return run
+
+
+def kill_all(process) -> None:
+    """SIGKILL to torchrun and every rank at once."""
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp_path):
+    """Once in the middle of a save, once at a moment drawn by lot: every step of this run is saved beside the next."""
+    run = make_run(tmp_path, long_sft(tiny), tiny / "model", ranks=2, role=Role.SFT)
+    lot = int(np.random.default_rng().integers(4, 9))
+    for step, sign in ((3, "trainer.tmp"), (lot, "COMPLETE")):
+        process = start_role(run, "main", "sft-0")
+        try:
+            sight = run.checkpoint(step) / sign
+            wait_until(
+                lambda process=process, sight=sight: sight.exists() or process.poll() is not None,
+                what=str(sight),
+                timeout_s=200,
+                poll_s=0.001,
+                poll_max_s=0.002,
+            )
+            assert process.poll() is None
+            kill_all(process)
+        finally:
+            end_role(process)
+        run.delete_after(run.latest_checkpoint() or 0)  # as the supervisor does before it starts roles again
+        assert 2 <= (run.latest_checkpoint() or 0) < 10
+    code, log = run_role(run, "main", "sft-0")
+    assert code == 0, log
+    shards = sorted(path.name for path in saved_sft.weights_step(10).glob("*.safetensors"))
+    assert shards
+    for name in shards:
+        expected = (saved_sft.weights_step(10) / name).read_bytes()
+        assert (run.weights_step(10) / name).read_bytes() == expected, f"{name}, killed after step {lot}"
+
+
+def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, tiny, tmp_path):
+    names = ("loss/mean", "optim/lr", "progress/total_samples")
+
+    def forked(name: str, **changes) -> np.ndarray:
+        fork = {"run": str(saved_sft.root), "step": 7, **changes}
+        recipe = long_sft(tiny, checkpoint={"fork": fork})
+        run = make_run(tmp_path / name, recipe, tiny / "model", ranks=2, role=Role.SFT)
+        import_checkpoint(run, Recipe.model_validate(recipe))
+        code, log = run_role(run, "main", "sft-0")
+        assert code == 0, log
+        assert "resumed from checkpoint 7" in log
+        return curve(run, "sft", *names)
+
+    straight = curve(saved_sft, "sft", *names)
+    np.testing.assert_array_equal(forked("whole"), straight[7:])
+    anew = forked("anew", skip=["optimizer", "scheduler", "data"])
+    np.testing.assert_allclose(anew[:, 1], 3e-3 * np.array([0.25, 0.5 * 0.5, 0]), atol=1e-12)
+    np.testing.assert_array_equal(anew[:, 2], straight[:3, 2])
+    assert saved_sft.complete_checkpoints() == list(range(1, 11))
+
+
+def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny, tmp_path):
+    checkpoint = {"interval": 1, "weights_only": True, "asynchronous": False}
+    run = finished_sft(tmp_path, long_sft(tiny, max_steps=2, checkpoint=checkpoint), tiny, ranks=1)
+    (shard,) = run.checkpoint_side(2, "trainer").glob("*.safetensors")
+    assert all(name.startswith("model.") for name in load_file(shard))
+    finished_sft(tmp_path, long_sft(tiny, max_steps=3, checkpoint=checkpoint), tiny, ranks=2)
+    assert run.latest_checkpoint() == 3
+    shard = min(run.checkpoint_side(3, "trainer").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    make_run(
+        tmp_path, long_sft(tiny, max_steps=4, checkpoint=checkpoint), tiny / "model", ranks=1, role=Role.SFT
+    )
+    assert run_role(run, "main", "sft-0")[0] != 0
+    error = read_json(run.control / "errors" / "sft-0.json")
+    assert error["exit_code"] == ExitCode.DATA
+    assert f"{run.checkpoint_side(3, 'trainer')}: the checkpoint is damaged" in error["message"]

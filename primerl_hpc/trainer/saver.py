@@ -1,0 +1,182 @@
+"""Writes the trainer's side of checkpoints while training goes on.
+
+    with Saver(run, core, sides) as saver:
+        saver.save(step, progress)                      # returns when the shards are copied to host memory
+        saver.save(step, progress, in_background=False) # returns when the checkpoint is on disk
+    # leaving waits for what is on its way, and raises what went wrong with it
+
+The writing thread of each rank meets its peers in a gloo group of its own, so that nothing it does can be taken for a
+collective of training. One checkpoint is on its way at most: the next save waits for it. The folder is written under
+another name, made durable, renamed and then marked: a process killed at any moment leaves no half checkpoint behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from primerl_hpc.common.errors import PrimerlError, RoleError
+from primerl_hpc.common.files import fsync_dir, write_json
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.trainer.checkpoint import SIDE, STATE, checkpoint_state, checkpoint_tensors
+from primerl_hpc.trainer.core import Core
+from primerl_hpc.trainer.muon import local
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+log = logging.getLogger("primerl_hpc.trainer")
+
+
+class Saver:
+    def __init__(self, run: RunDir, core: Core, sides: tuple[str, ...]) -> None:
+        self.run, self.core, self.sides = run, core, sides
+        self.config = core.recipe.checkpoint
+        self._group = dist.new_group(backend="gloo") if self.config.asynchronous else None
+        self._copies: dict[str, Tensor] = {}  # host memory, used again by every save
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+
+    def save(self, step: int, progress: dict[str, Any] | None = None, *, in_background: bool = True) -> None:
+        """Collective. Raises RoleError when an earlier save that was on its way failed."""
+        self.finish()
+        state = checkpoint_state(self.core, step, progress)
+        tensors = checkpoint_tensors(self.core)
+        if self._group is None or not in_background:
+            self._write(step, state, tensors)
+            return
+        tensors = self._copy(tensors)
+        self._thread = threading.Thread(
+            target=self._work, args=(step, state, tensors), name="saver", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is on its way. Raises RoleError when it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (fault := self._fault) is not None:
+            self._fault = None
+            if isinstance(fault, PrimerlError):
+                raise fault
+            raise RoleError(f"the checkpoint was not written: {fault}") from fault
+
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now, in host memory."""
+        on_gpu = self.core.world.device.type == "cuda"
+        result = {}
+        for name, value in tensors.items():
+            shard = local(value)
+            if name not in self._copies:
+                self._copies[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=on_gpu)
+            copy = self._copies[name]
+            copy.copy_(shard, non_blocking=True)
+            result[name] = (
+                DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+            )
+        if on_gpu:
+            torch.cuda.synchronize()
+        return result
+
+    def _work(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        started = time.perf_counter()
+        try:
+            self._write(step, state, tensors)
+            log.info(
+                "checkpoint %d is written, in %.1f s beside training", step, time.perf_counter() - started
+            )
+        except BaseException as error:  # noqa: BLE001 told to the training thread by the next save or finish
+            self._fault = error
+
+    def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        side = self.run.checkpoint_side(step, SIDE)
+        temporary = side.with_name(f"{SIDE}.tmp")
+        if self.core.world.is_leader:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(side, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier(self._group)
+        dcp.save(tensors, storage_writer=ShardWriter(temporary), process_group=self._group)
+        if self.core.world.is_leader:
+            write_json(temporary / STATE, state)
+            fsync_dir(temporary)
+            os.rename(temporary, side)
+            fsync_dir(side.parent)
+            self.run.finish_checkpoint_side(step, SIDE, self.sides)
+        dist.barrier(self._group)
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """torch's writer of sharded safetensors, but tensor by tensor: its own makes one bytes object of a whole shard,
+    which needs the memory twice and holds Python's lock, and with it the training thread, for seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
+        shards = {}
+        offsets = {}
+        for item in plan.items:
+            shards[item.index.fqn] = planner.resolve_data(item).detach()
+            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        if shards:
+            path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
+            # the keys that torch's reader looks for: where in the whole tensor each shard lies
+            header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            write_safetensors(path, shards, header)
+        done: Future[list] = Future()
+        done.set_result([])
+        return done
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """The format of safetensors, written and made durable without a copy of the whole."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, value in tensors.items():
+        size = value.numel() * value.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in tensors.values():
+            flat = value.cpu().contiguous().reshape(-1)
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())

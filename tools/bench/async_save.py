@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""What a checkpoint costs the steps beside it: step time while a save is on its way, over step time without.
+
+    tools/bench/async_save.py                       # 23 M parameters on one rank, ten saves, on this machine
+    tools/bench/async_save.py --hidden 1024 --layers 16 --profile h100x64   # whatever trains there
+
+One run through the SFT role. A step counts as beside a save when it overlaps the time from the copy to the marker; the
+copy itself is blocking and told apart. Medians; the ratio is of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from primerl_hpc.common.metrics import read_steps  # noqa: E402
+from primerl_hpc.common.rundir import SIDE_DONE, RunDir  # noqa: E402
+
+
+def train(folder: Path, options: argparse.Namespace) -> RunDir:
+    tiny = folder / "tiny"
+    shape = ["--hidden", str(options.hidden), "--layers", str(options.layers), "--rows", "2000"]
+    subprocess.run([sys.executable, str(ROOT / "tools/tiny-model"), str(tiny), *shape], check=True)
+    recipe = {
+        "kind": "sft",
+        "name": "async-save",
+        "model": {"name": str(tiny / "model"), "renderer": {"name": "chatml"}},
+        "seq_len": options.seq_len,
+        "max_steps": options.saves * options.interval,
+        "sft": {"data": {"path": str(tiny / "sft.jsonl")}, "batch_size": options.rows},
+        "optimizer": {"type": "adamw", "lr": 1e-4},
+        "trainer": {"param_dtype": "float32"},
+        "checkpoint": {"interval": options.interval, "keep_last": options.saves, "at_end": False},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    run = RunDir(folder / "run")
+    command = [sys.executable, "-m", "primerl_hpc", "submit", str(path), "-p", options.profile]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "PRIMERL_HOME": str(folder / "state"),
+    }
+    subprocess.run(
+        [*command, "--run-dir", str(run.root), "--follow"], check=True, env=environment, stdout=sys.stderr
+    )
+    return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=4, help="packed rows per step")
+    parser.add_argument("--interval", type=int, default=8, help="steps between saves")
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--profile", default="local")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        run = train(Path(name), options)
+        rows = read_steps(run.metrics("sft"))
+        saves = []
+        for step in run.complete_checkpoints():
+            side = run.checkpoint_side(step, "trainer")
+            # the row of a step is written after its copy
+            saves.append((rows[step]["time"], (side / SIDE_DONE).stat().st_mtime))
+        size = sum(path.stat().st_size for path in side.iterdir())
+    beside, alone, copies = [], [], []
+    for step, row in rows.items():
+        if "time/save_ckpt" in row:
+            copies.append(row["time/save_ckpt"])
+        elif step > 2:
+            begin, end = row["time"] - row["time/step"], row["time"]
+            is_beside = any(begin < saved and end > copied for copied, saved in saves)
+            (beside if is_beside else alone).append(row["time/step"])
+    writing = statistics.median(saved - copied for copied, saved in saves)
+    print(f"{platform.machine()}, Python {platform.python_version()}, {size / 2**20:.0f} MiB per checkpoint")
+    print(f"step without a save {statistics.median(alone):.3f} s ({len(alone)} steps)")
+    print(f"step beside a save  {statistics.median(beside):.3f} s ({len(beside)} steps)")
+    print(
+        f"ratio {statistics.median(beside) / statistics.median(alone):.3f}; blocked for the copy "
+        f"{statistics.median(copies):.3f} s, written in {writing:.2f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
