@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +12,8 @@ from primerl_hpc.cli.options import json_option, load_both, print_json, recipe_a
 
 if TYPE_CHECKING:
     from primerl_hpc.plan.types import Plan
+
+ESTIMATE_TIMEOUT_S = 5.0
 
 
 @click.command("plan", epilog="Example:  primerl-hpc plan recipes/reverse_text/tiny.yaml -p local")
@@ -22,10 +26,38 @@ def command(recipe: str, profile_name: str | None, overrides: tuple[str, ...], a
 
     loaded, profile = load_both(recipe, profile_name, overrides)
     plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+    estimate = _estimate(plan, profile)
     if as_json:
-        print_json(plan.model_dump(mode="json"))
-    else:
-        show_plan(plan)
+        print_json({**plan.model_dump(mode="json"), "estimate": estimate})
+        return
+    show_plan(plan)
+    if estimate is not None:
+        click.echo(_in_words(estimate))
+
+
+def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
+    """When SLURM would start it, or why it would refuse; None where SLURM is not here or does not say in time."""
+    from primerl_hpc.common.errors import SchedulerError
+    from primerl_hpc.launch.estimate import estimate_start
+    from primerl_hpc.launch.prepare import make_script
+    from primerl_hpc.launch.sbatch import UnansweredError
+
+    if plan.scheduler != "slurm" or shutil.which("sbatch") is None:
+        return None
+    try:
+        return dataclasses.asdict(estimate_start(make_script(plan, profile), timeout_s=ESTIMATE_TIMEOUT_S))
+    except UnansweredError:
+        return None
+    except SchedulerError as error:
+        return {"refused": error.cause, "mend": error.mend}
+
+
+def _in_words(estimate: dict[str, Any]) -> str:
+    if "refused" in estimate:
+        return f"{estimate['refused']}; {estimate['mend']}" if estimate["mend"] else estimate["refused"]
+    return (
+        f"could start {estimate['start'].replace('T', ' ')} on {estimate['nodes']} of {estimate['partition']}"
+    )
 
 
 def show_plan(plan: Plan) -> None:

@@ -8,10 +8,11 @@ seconds); after that, sacct.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from primerl_hpc.common.errors import SchedulerError
@@ -20,6 +21,11 @@ SEPARATOR = "\x1f"
 SQUEUE_FIELDS = "%i %T %r %S %N"
 SACCT_FIELDS = "JobID,State,ExitCode,Start,NodeList,Reason"
 COMMAND_TIMEOUT_S = 30.0
+
+NO_ADDRESS = re.compile(
+    r"Unable to resolve|res_nsearch error|Could not establish a configuration source|Can't find an address"
+)
+"""What SLURM's commands print where the controller's host name does not resolve."""
 
 ENDED = frozenset(
     (
@@ -120,6 +126,19 @@ def minutes(time: str | None) -> float | None:
     return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
 
 
+def query_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables by which people change formats and filters of their own squeue, sacct and sinfo."""
+    personal = ("SQUEUE_", "SACCT_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN")
+    return {name: value for name, value in environ.items() if not name.startswith(personal)}
+
+
+def no_address(words: str) -> SchedulerError:
+    return SchedulerError(
+        f"the address of SLURM's controller cannot be found on this machine ({words})",
+        mend="use a login node of the cluster; if this is one, ask the site",
+    )
+
+
 def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Output of a SLURM query.
 
@@ -131,10 +150,18 @@ def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         )
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+            command,
+            env=query_environ(os.environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
+    if done.returncode and NO_ADDRESS.search(done.stderr):
+        raise no_address(command[0])
     if done.returncode and "Invalid job id" not in done.stderr:
         words = done.stderr.strip().splitlines()
         raise SchedulerError(f"{command[0]}: {words[-1] if words else f'exit code {done.returncode}'}")

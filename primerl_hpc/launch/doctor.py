@@ -10,7 +10,6 @@ import getpass
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
+from primerl_hpc.launch.estimate import estimate_start
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
 
@@ -155,19 +155,8 @@ def _test_submission(profile: Profile) -> Finding:
         output=os.devnull,
     )
     try:
-        done = subprocess.run(
-            ["sbatch", "--test-only"],
-            input=f"#!/bin/bash\n{directives}\ntrue\n",
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Finding(
-            "test submission", False, "sbatch did not answer", "try again; if it stays so, ask the site"
-        )
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    words = said[-1].removeprefix("sbatch: ") if said else "accepted"
-    mend = "change what the profile asks for: the site refuses it"
-    return Finding("test submission", done.returncode == 0, words, mend)
+        found = estimate_start(f"#!/bin/bash\n{directives}\ntrue\n", timeout_s=COMMAND_TIMEOUT_S)
+    except SchedulerError as error:
+        mend = error.mend or "change what the profile asks for: the site refuses it"
+        return Finding("test submission", False, error.cause, mend)
+    return Finding("test submission", True, f"one node of {found.partition} would start at {found.start}")

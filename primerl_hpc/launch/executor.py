@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,59 @@ from submitit.core import utils
 from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.errors import OccupiedError, SchedulerError
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import is_job_over
+from primerl_hpc.launch.sbatch import UnansweredError, find_jobs, submit_once
 
 _YEAR_MIN = 60 * 24 * 365
 
 
 class SlurmRunExecutor(SlurmExecutor):
-    """``sbatch`` of a file that was rendered before."""
+    """``sbatch`` of a file that was rendered before; ``options`` win over its ``#SBATCH`` lines."""
 
-    def __init__(self, folder: Path, script: Path) -> None:
+    def __init__(self, folder: Path, script: Path, options: Sequence[str] = ()) -> None:
         super().__init__(folder)
-        self.script = script
+        self.script, self.options = script, options
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self.script.read_text()
+    def _submit_command(self, command: str) -> Any:
+        """As submitit's own, with a submission that is repeated until SLURM answers and never taken twice.
+
+        A submission file that has no job id in its name yet is one whose fate was not learned: its job is looked for.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for unsure in sorted(self.folder.glob(".submission_file_*.sh")):
+            jobs = [] if unsure.is_symlink() else find_jobs(unsure)
+            if alive := [job for job in jobs if not is_job_over(job)]:
+                return self._adopt(alive[0], unsure)
+        submission = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
+        submission.write_text(self.script.read_text())
+        try:
+            job_id = submit_once(submission, self.options, say=_say)
+        except UnansweredError:
+            raise
+        except SchedulerError:
+            submission.unlink()
+            raise
+        return self._job(job_id, submission)
+
+    def _adopt(self, job_id: str, submission: Path) -> Any:
+        if self.options:  # a link of a chain has its own place in it
+            raise OccupiedError(
+                f"job {job_id} of this run is in the queue from an earlier submission",
+                mend=f"scancel {job_id}",
+            )
+        _say(f"job {job_id} is in the queue from an earlier submission")
+        return self._job(job_id, submission)
+
+    def _job(self, job_id: str, submission: Path) -> Any:
+        job = self.job_class(folder=self.folder, job_id=job_id, tasks=[0])
+        job.paths.move_temporary_file(submission, "submission_file", keep_as_symlink=True)
+        return job
+
+
+def _say(text: str) -> None:
+    print(f"sbatch: {text}", file=sys.stderr)
 
 
 class LocalRunExecutor(LocalExecutor):
@@ -53,28 +93,32 @@ class LocalRunExecutor(LocalExecutor):
         return f"bash {shlex.quote(str(self.script))}"
 
 
-def submit_script(run: RunDir, script: Path, scheduler: str) -> dict[str, Any]:
-    """Hand the script over; returns ``{"scheduler", "job_id"}``.
+def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Hand the script over; returns ``{"scheduler", "job_id"}``. ``options`` are sbatch's.
 
-    Raises SchedulerError with the scheduler's own words.
+    Raises SchedulerError with what was refused and why, UnansweredError when the job may be in the queue or not.
     """
     folder = run.launch / "submitit"
+    if scheduler == "slurm":
+        if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+            raise SchedulerError(
+                f"no SLURM on this machine ({' and '.join(missing)} not in PATH)",
+                mend="submit from a login node, or use --profile local",
+            )
+        job = SlurmRunExecutor(folder, script, options)._submit_command("")
+    else:
+        job = _submit_here(folder, script)
+    return {"scheduler": scheduler, "job_id": job.job_id}
+
+
+def _submit_here(folder: Path, script: Path) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    executor = LocalRunExecutor(folder, script)
     try:
-        if scheduler == "slurm":
-            executor: SlurmRunExecutor | LocalRunExecutor = SlurmRunExecutor(folder, script)
-        else:
-            executor = LocalRunExecutor(folder, script)
-        folder.mkdir(parents=True, exist_ok=True)
         with _detached_children(folder / "controller.log"):
-            job = executor._submit_command(executor._submitit_command_str)
-    except RuntimeError as error:
-        raise SchedulerError(
-            "no SLURM on this machine (srun is not in PATH)",
-            mend="submit from a login node, or use --profile local",
-        ) from error
+            return executor._submit_command(executor._submitit_command_str)
     except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
         raise SchedulerError(f"submission was refused: {str(error).strip()}") from error
-    return {"scheduler": scheduler, "job_id": job.job_id}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
+from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 
@@ -44,10 +45,12 @@ def prepare_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | No
 
 
 def submit_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Submitted:
-    """Prepare and queue. A refused submission leaves no run directory behind."""
+    """Prepare and queue. A refused submission leaves no run directory behind; an unanswered one keeps it."""
     run, plan = prepare_run(loaded, profile, run_dir)
     try:
         return _queue(run, plan)
+    except UnansweredError:
+        raise  # its job may be in the queue, and needs its folder
     except PrimerlError:
         shutil.rmtree(run.root, ignore_errors=True)
         raise

@@ -36,7 +36,7 @@ def test_a_fitting_profile_is_healthy_and_nothing_is_queued(cluster: Cluster) ->
         ("scheduler", {"partition": "gpu"}, "partition", "main, preemptible"),
         ("scheduler", {"time": "09:00:00"}, "walltime", "4:00:00"),
         ("scheduler", {"account": "physics"}, "account", "root"),
-        ("scheduler", {"constraint": "a100&nvlink"}, "test submission", "refuses"),
+        ("scheduler", {"constraint": "a100&nvlink"}, "test submission", "scheduler.constraint"),
         ("node", {"cores": 128}, "cores of a node", "64"),
         ("node", {"gpus": 16}, "GPUs of a node", "8"),
         (None, {"nodes": 9}, "nodes", "lower"),

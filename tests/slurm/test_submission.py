@@ -1,16 +1,29 @@
-"""What a profile asks for is what SLURM gets, in every spelling, and every step of the run starts under it."""
+"""What a profile asks for is what SLURM gets, once: every spelling, hostile environments, faults on the way, refusals.
+
+The faults are made by a `sbatch` of ours in front of the real one, which does its work and then tells something else.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.slurm import ask
+from primerl_hpc.common.slurm import ENDED, ask
+from primerl_hpc.common.yamldoc import dump_yaml
+from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SAY, SlurmToy
+from tests.slurm.virtual import SAY, Cluster, SlurmToy, run_cli, wait_for
+from tests.support import ROOT
 
 DEVICES = SAY + "print('devices', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))\n"
 
@@ -62,3 +75,193 @@ def test_words_of_the_profile_reach_slurm_byte_for_byte(new_toy: Callable[..., S
     assert facts["Comment"].rstrip() == comment
     assert (facts["MailUser"], facts["MailType"], facts["Nice"]) == ("a@b.example", "END,FAIL", "7")
     assert facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime"
+
+
+def facts_of_new_job(toy: SlurmToy) -> dict[str, str]:
+    toy.submit()
+    return job_facts(toy.job)
+
+
+def test_variables_of_a_shell_or_job_around_do_not_override_the_script(
+    new_toy: Callable[..., SlurmToy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = {
+        "SBATCH_PARTITION": "preemptible",
+        "SBATCH_JOB_NAME": "other",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_EXPORT": "NONE",
+        "SBATCH_WCKEY": "*mine",
+        "SLURM_JOB_ID": "999",
+        "SLURM_NTASKS": "7",
+        "SLURM_MEM_PER_CPU": "7",
+        "SLURM_GPUS_PER_TASK": "3",
+        "SLURM_HINT": "nomultithread",
+        "SQUEUE_FORMAT": "%i",
+        "SQUEUE_PARTITION": "preemptible",
+        "SACCT_FORMAT": "JobID",
+    }
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    toy = new_toy()
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE, nodes=(0, 1))
+    facts = facts_of_new_job(toy)
+    assert (facts["Partition"], facts["JobName"], facts["Requeue"]) == ("main", "toy", "1")
+    assert (facts["TimeLimit"], facts["NumTasks"]) == ("00:10:00", "2")
+    toy.wait_for_state(RunState.DONE)
+
+
+@pytest.fixture
+def faulty_sbatch(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A `sbatch` whose body may call `real "$@"` and count with `call`; returns the file with one line per call."""
+
+    def make(body: str) -> Path:
+        calls, command = tmp_path / "calls", tmp_path / "bin" / "sbatch"
+        command.parent.mkdir()
+        command.write_text(
+            "#!/bin/bash\n"
+            f'real() {{ {cluster.folder}/bin/sbatch "$@"; }}\n'
+            'timed_out() { echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1; }\n'
+            f'echo "$@" >>{calls}; call=$(wc -l <{calls})\n{body}\n'
+        )
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+        return calls
+
+    return make
+
+
+def jobs_of(toy: SlurmToy) -> dict[str, str]:
+    """Job id → state of every job that was submitted for this run and has not ended."""
+    rows = [row.split("|") for row in ask(["squeue", "-h", "-t", "all", "-o", "%i|%T|%o"]).splitlines()]
+    return {
+        job: state for job, state, command in rows if f"{toy.run.root}/" in command and state not in ENDED
+    }
+
+
+@pytest.mark.parametrize(
+    "body, calls, says",
+    [
+        ('real "$@" >/dev/null; timed_out', 1, "in the queue all the same"),
+        ('[ $call = 1 ] && timed_out; real "$@"', 2, "looking whether"),
+        # the first try's request reached SLURM after everybody had looked
+        ('[ $call = 1 ] && timed_out; real "$@" >/dev/null; real "$@"', 2, "had reached SLURM after all"),
+    ],
+    ids=["taken", "not taken", "taken late"],
+)
+def test_a_submission_that_seems_to_time_out_makes_exactly_one_job(
+    new_toy: Callable[..., SlurmToy],
+    faulty_sbatch: Callable[[str], Path],
+    capfd: pytest.CaptureFixture[str],
+    body: str,
+    calls: int,
+    says: str,
+) -> None:
+    called = faulty_sbatch(body)
+    toy = new_toy(begin="now+1hour")
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    job = toy.submit()
+    assert jobs_of(toy) == {job: "PENDING"} and toy.job == job
+    assert len(called.read_text().splitlines()) == calls
+    assert says in capfd.readouterr().err
+
+
+def test_a_submission_whose_end_nobody_saw_is_found_by_resume(
+    new_toy: Callable[..., SlurmToy], faulty_sbatch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM takes the job and is silent from then on; the run directory stays, and resume finds its job."""
+    called = faulty_sbatch('real "$@" >/dev/null; timed_out')
+    monkeypatch.setattr("primerl_hpc.launch.sbatch.PATIENCE_S", 0.5)
+    toy = new_toy(begin="now+1hour")
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    with pytest.raises(UnansweredError, match="resume"):
+        toy.submit()
+    assert not toy.run.job.exists() and len(jobs_of(toy)) == 1
+    assert {toy.submit(): "PENDING"} == jobs_of(toy)
+    assert len(called.read_text().splitlines()) == 1
+
+
+def test_a_controller_that_is_away_for_a_while_gets_the_job_once(
+    new_toy: Callable[..., SlurmToy], tmp_path: Path
+) -> None:
+    before, toy = new_toy("before", begin="now+1hour"), new_toy("toy", begin="now+1hour")
+    for each in (before, toy):
+        each.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    toy.prepare()
+    before.submit()
+    toy.cluster.wait_until_saved(before.job)
+    toy.cluster.tool("kill-controller")
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        command = [sys.executable, "-m", "primerl_hpc", "resume", str(toy.run.root)]
+        waiting = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_for(lambda: "looking whether" in said.read_text(), "its first try", tell=said.read_text)
+    finally:
+        toy.cluster.tool("return-controller")
+    assert waiting.wait(120) == 0, said.read_text()
+    assert jobs_of(toy) == {toy.job: "PENDING"}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"partition": "gpu"}, ["no partition gpu", "--partition", "sinfo"]),
+        ({"qos": "urgent"}, ["QOS urgent", "--qos"]),
+        ({"account": "physics"}, ["account physics", "--account"]),
+        ({"time": "2-00:00:00"}, ["walltime of 2-00:00:00", "--time"]),
+        ({"constraint": "a100"}, ["features a100", "sinfo"]),
+        ({"gres": ("gpu:tpu:8",)}, ["doctor"]),
+        ({"reservation": "class"}, ["reservation class"]),
+        ({"licenses": ("matlab",)}, ["licenses matlab"]),
+        ({"extra": ("--no-such-option",)}, ["scheduler.extra", "--no-such-option"]),
+    ],
+    ids=str,
+)
+def test_a_refusal_is_a_sentence_with_its_mend_and_nothing_is_queued(
+    new_toy: Callable[..., SlurmToy], changes: dict[str, Any], words: list[str]
+) -> None:
+    toy = new_toy(**changes)
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    with pytest.raises(SchedulerError) as caught:
+        toy.submit()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value) and jobs_of(toy) == {}
+
+
+def test_the_limit_of_jobs_in_the_queue_is_named(new_toy: Callable[..., SlurmToy]) -> None:
+    first, second = new_toy("first", begin="now+1hour"), new_toy("second")
+    for toy in (first, second):
+        toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    ask(["sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=1"])
+    try:
+        first.submit()
+        with pytest.raises(SchedulerError, match="as many jobs in the queue"):
+            second.submit()
+    finally:
+        ask(["sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1"])
+
+
+def test_plan_tells_when_slurm_would_start_it(cluster: Cluster, tmp_path: Path) -> None:
+    recipe = sft_recipe(tmp_path)
+    done = run_cli("plan", recipe, "--profile", "virtual", "--json")
+    estimate = json.loads(done.stdout)["estimate"]
+    assert estimate["partition"] == "main" and estimate["nodes"].startswith("n"), done.stderr
+    assert datetime.fromisoformat(estimate["start"])
+    assert "could start" in run_cli("plan", recipe, "--profile", "virtual").stdout
+    refused = run_cli("plan", recipe, "--profile", "virtual", "--partition", "gpu")
+    assert refused.returncode == 0 and "no partition gpu" in refused.stdout
+    assert ask(["squeue", "--noheader"]) == ""
+
+
+def sft_recipe(folder: Path) -> str:
+    (folder / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / "model" / name).write_text("{}")
+    (folder / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
+    values = {"kind": "sft", "name": "small", "model": {"name": str(folder / "model")}, "max_steps": 3}
+    path = folder / "recipe.yaml"
+    path.write_text(dump_yaml({**values, "sft": {"data": {"path": str(folder / "rows.jsonl")}}}))
+    return str(path)
