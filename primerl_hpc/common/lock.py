@@ -1,7 +1,8 @@
 """One supervisor per run directory: a lock file made exclusively, kept alive by its mtime.
 
 Not flock, which some network filesystems grant to everybody. A lock is stale when its owner was on this host and is
-gone, when SLURM says that the owner's job is over or runs anew, or when it was not touched for `STALE_AFTER_S`.
+gone, when SLURM says that the owner's job is over or runs anew, or when it was not touched for `STALE_AFTER_S`. Clocks of
+hosts and file servers differ: a lock that looks stale by them alone is watched, and whoever still touches it keeps it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from primerl_hpc.common.slurm import is_job_over
 
 STALE_AFTER_S = 90.0
 TOUCH_EVERY_S = 5.0
+WATCH_S = 3 * TOUCH_EVERY_S
+"""How long a lock that looks stale is watched for a sign of life."""
 
 
 def process_start_time(pid: int) -> str | None:
@@ -70,13 +73,31 @@ class SupervisorLock:
             if create_exclusive(self.path, json.dumps(self.mine)):
                 return
             owner = read_json_or_none(self.path)
-            if is_owner_alive(owner, self.path) and not is_owner_over(owner, self.mine):
+            is_gone = is_owner_over(owner, self.mine)
+            if not is_gone and (is_owner_alive(owner, self.path) or self._is_touched(owner)):
                 who = f"pid {owner['pid']} on {owner['host']}" if owner else "somebody"
                 raise OccupiedError(
                     f"another supervisor ({who}) runs this run directory", place=str(self.path.parent.parent)
                 )
             self._break_stale(owner)
         raise OccupiedError("the run directory's lock changes hands too fast", place=str(self.path))
+
+    def _is_touched(self, owner: dict[str, Any] | None) -> bool:
+        """Whether an owner on another host shows itself within `WATCH_S`, by no clock but this process's own."""
+        if owner is None or owner.get("host") == socket.gethostname():
+            return False
+        before, deadline = self._touched_at(), time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            if (now := self._touched_at()) != before:
+                return now is not None
+        return False
+
+    def _touched_at(self) -> int | None:
+        try:
+            return self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _break_stale(self, owner: dict[str, Any] | None) -> None:
         """Remove a dead owner's lock. Only one at a time may, or the second would remove the first's new lock."""

@@ -13,14 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.common import env
-from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
 from primerl_hpc.launch.estimate import estimate_start
+from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
 
@@ -63,8 +62,11 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
 
 
 def _runs_folder(profile: Profile) -> Finding:
-    folder = Path(profile.runs_dir).expanduser() if profile.runs_dir else env.runs_dir()
     mend = "name a shared folder you may write: runs_dir in the profile, or PRIMERL_RUNS_DIR"
+    try:
+        folder = runs_folder(profile)
+    except ConfigError as error:
+        return Finding("run directory", False, error.cause, error.mend)
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import platform
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from primerl_hpc import __version__
 from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.files import write_json, write_text
@@ -72,8 +74,7 @@ def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunD
             )
         root.mkdir(parents=True, exist_ok=True)
         return RunDir(root)
-    parent = Path(profile.profile.runs_dir).expanduser() if profile.profile.runs_dir else env.runs_dir()
-    parent = parent.resolve()
+    parent = runs_folder(profile.profile).resolve()
     check_path(parent)
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
@@ -84,6 +85,19 @@ def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunD
             continue
         return RunDir(root)
     raise AssertionError("unreachable")
+
+
+def runs_folder(profile: Profile) -> Path:
+    """Where run directories are made. Raises ConfigError for a variable in ``runs_dir`` that is not set."""
+    if profile.runs_dir is None:
+        return env.runs_dir()
+    expanded = os.path.expandvars(profile.runs_dir)
+    if (unset := re.search(r"\$\{?(\w+)", expanded)) is not None:
+        raise ConfigError(
+            f"runs_dir: {profile.runs_dir} names ${unset[1]}, which is not set",
+            mend="set it, or write the folder out in the profile",
+        )
+    return Path(expanded).expanduser()
 
 
 def check_path(path: Path) -> None:

@@ -137,6 +137,11 @@ REFUSALS = (
         "try another login node; if it stays so, ask the site (munge)",
     ),
     Refusal(
+        "parameter too long|too large",
+        "a directive or the script is longer than SLURM takes",
+        "shorten the longest value of scheduler in the profile, or your own template",
+    ),
+    Refusal(
         "permission denied", "you may not submit jobs here", "ask the site for an account on this cluster"
     ),
 )

@@ -152,6 +152,34 @@ def test_a_second_supervisor_is_refused_and_a_dead_ones_lock_is_taken(tmp_path: 
     SupervisorLock(lock.path).acquire()
 
 
+def test_a_lock_that_only_clocks_call_stale_is_kept_by_whoever_touches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the owner's host is hours behind ours."""
+    lock = SupervisorLock(tmp_path / "supervisor.lock")
+    lock.path.write_text(json.dumps({**lock.mine, "host": "n7"}))
+    os.utime(lock.path, (1, 1))
+    ended = threading.Event()
+
+    def live() -> None:
+        tick = 1
+        while not ended.wait(0.1):
+            tick += 1
+            os.utime(lock.path, (tick, tick))
+
+    owner = threading.Thread(target=live)
+    owner.start()
+    try:
+        with pytest.raises(OccupiedError, match="n7"):
+            lock.acquire()
+    finally:
+        ended.set()
+        owner.join()
+    monkeypatch.setattr("primerl_hpc.common.lock.WATCH_S", 0.5)
+    lock.acquire()
+    assert json.loads(lock.path.read_text()) == lock.mine
+
+
 def test_damaged_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(DataError, match=r"plan\.json"):

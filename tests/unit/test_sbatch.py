@@ -56,6 +56,7 @@ SAID = {
     f"address\n{FAILED}No error": "address of SLURM's controller",
     f"{FAILED}Protocol authentication error": "does not trust this machine",
     f"{FAILED}Access/permission denied": "may not submit",
+    f"{FAILED}Pathname of a file, directory or other parameter too long": "longer than SLURM takes",
     "the site's own plugin says: no training on Sundays": "no training on Sundays",
     "": "no reason",
 }

@@ -11,7 +11,7 @@ from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import SEPARATOR, JobFact, parse_sacct, parse_squeue
+from primerl_hpc.common.slurm import SEPARATOR, JobFact, ask, parse_sacct, parse_squeue, query_environ
 from primerl_hpc.observe.slurm import FIRST_PAUSE_S, JobWatcher
 from primerl_hpc.observe.snapshot import real_state
 
@@ -94,7 +94,10 @@ def test_a_slurm_that_does_not_answer_leaves_the_old_facts_and_is_asked_less(
 DATA = Path(__file__).resolve().parents[1] / "slurm" / "data"
 
 
-@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+VERSIONS = sorted(path.stem.partition("-")[2] for path in DATA.glob("squeue-*.txt"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_recorded_answers_are_read(version: str) -> None:
     queue = parse_squeue((DATA / f"squeue-{version}.txt").read_text())
     past = parse_sacct((DATA / f"sacct-{version}.txt").read_text())
@@ -110,6 +113,38 @@ def test_recorded_answers_are_read(version: str) -> None:
     failed = next(fact for fact in past.values() if fact.state == "FAILED")
     assert failed.exit_code == 3 and failed.has_ended
     assert next(fact for fact in past.values() if fact.state == "CANCELLED").has_ended
+
+
+def test_reasons_with_blanks_and_commas_jobs_of_arrays_and_components_are_read() -> None:
+    texts = [(DATA / f"squeue-{version}.txt").read_text() for version in VERSIONS]
+    facts = [fact for text in texts for fact in parse_squeue(text).values()]
+    assert {"8+0", "8+1", "18_7", "18_[8-40%4]"} <= {fact.job_id for fact in facts}
+    reasons = {fact.reason for fact in facts}
+    assert {"ReqNodeNotAvail, UnavailableNodes:n[7,9]", "launch failed requeued held"} <= reasons
+    assert not any(fact.has_ended for fact in facts if fact.state in ("COMPLETING", "REQUEUE_HOLD"))
+
+
+def test_a_persons_own_formats_and_filters_do_not_reach_our_questions() -> None:
+    environ = {
+        "PATH": "/bin",
+        "SQUEUE_PARTITION": "debug",
+        "SACCT_FORMAT": "JobID",
+        "SLURM_TIME_FORMAT": "%s",
+    }
+    assert query_environ({**environ, "SLURM_CONF": "/c"}) == {"PATH": "/bin", "SLURM_CONF": "/c"}
+
+
+def test_a_controller_whose_name_does_not_resolve_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words are those of 22.05's squeue, which takes ten seconds to say them."""
+    command = tmp_path / "squeue"
+    words = 'squeue: error: slurm_set_addr: Unable to resolve "head.invalid"'
+    command.write_text(f"#!/bin/sh\necho '{words}' >&2\necho 'slurm_load_jobs error: No error' >&2\nexit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SchedulerError, match="address of SLURM's controller"):
+        ask(["squeue", "--noheader"])
 
 
 def test_banners_and_torn_lines_are_not_jobs() -> None:
