@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "resume": ("resume", "Go on from the last complete checkpoint."),
     },
     "Learn": {
+        "env": ("env", "Try an environment out, or install one."),
         "doctor": ("doctor", "Is this machine, this cluster ready?"),
         "explain": ("explain", "Type, default, meaning and origin of a key."),
         "schema": ("schema", "JSON schema of recipes or profiles."),

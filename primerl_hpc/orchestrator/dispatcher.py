@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from primerl_hpc.orchestrator.rate import RateLimit
 from primerl_hpc.orchestrator.sampler import TaskRef
 
 MAX_FAULTS_PER_MEMBER = 50
@@ -109,13 +110,18 @@ class Dispatcher:
         version: int = 0,
         max_retries: int = 4,
         env_limits: dict[tuple[Split, int], int] | None = None,
+        env_rates: dict[tuple[Split, int], RateLimit] | None = None,
     ) -> None:
-        """``step`` is the batch being collected; ``last_step`` 0: no training. ``max_retries`` is per group."""
+        """``step`` is the batch being collected; ``last_step`` 0: no training. ``max_retries`` is per group.
+
+        ``env_limits``: most rollouts in flight in an environment; ``env_rates``: most begun in a time.
+        """
         self.next_task, self.group_size, self.batch_size = next_task, group_size, batch_size
         self.max_in_flight, self.max_off_policy_steps = max_in_flight, max_off_policy_steps
         self.last_step, self.step, self.version = last_step, step, version
         self.max_retries = max_retries
-        self.env_limits = env_limits or {}
+        self.env_limits, self.env_rates = env_limits or {}, env_rates or {}
+        self._now = 0.0
         self.counters = Counters()
         self._next_rollout = self._next_group = 0
         self._groups: dict[int, Group] = {}  # open, in the order they were begun
@@ -160,8 +166,9 @@ class Dispatcher:
         return room - queued - pending
 
     # -- actions ---------------------------------------------------------------------------------------------------
-    def next_starts(self, queued: int) -> list[Start]:
-        """Everything that may start now: evaluation, then started groups, then new groups."""
+    def next_starts(self, queued: int, now: float = 0.0) -> list[Start]:
+        """Everything that may start at ``now`` (seconds; only rates need it): evaluation, started groups, new groups."""
+        self._now = now
         starts: list[Start] = []
         self._continue_groups(Split.EVAL, starts)
         if self.is_gate_open:
@@ -275,7 +282,9 @@ class Dispatcher:
         self.counters.groups_started += 1
 
     def _has_room(self, split: Split, env: int) -> bool:
-        limit = self.env_limits.get((split, env))
+        limit, rate = self.env_limits.get((split, env)), self.env_rates.get((split, env))
+        if rate is not None and not rate.allows(self._now):
+            return False
         return limit is None or self._env_in_flight.get((split, env), 0) < limit
 
     def _continue_groups(self, split: Split, starts: list[Start]) -> None:
@@ -298,6 +307,8 @@ class Dispatcher:
         self._group_of[rollout_id] = group.group_id
         key = (group.split, group.env)
         self._env_in_flight[key] = self._env_in_flight.get(key, 0) + 1
+        if (rate := self.env_rates.get(key)) is not None:
+            rate.take(self._now)
         self.counters.dispatched += 1
         return Start(rollout_id, group.group_id, group.split, group.env, group.task, self.version)
 

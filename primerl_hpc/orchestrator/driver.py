@@ -16,6 +16,7 @@ from primerl_hpc.common.metrics import MetricsWriter
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
 from primerl_hpc.orchestrator.evals import Evaluator
+from primerl_hpc.orchestrator.rate import RateLimit
 from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
 from primerl_hpc.orchestrator.setup import RouterAddress
 from primerl_hpc.orchestrator.traces import TraceWriter
@@ -24,6 +25,7 @@ from primerl_hpc.recipe.schema import Recipe
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
+LOUD_ERRORS = 5  # of one kind in one environment; more are logged for debugging only
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
 
 
@@ -44,14 +46,14 @@ class RolloutDriver:
         self.is_updating = (
             False  # engines are paused for new weights: what starts now would be older than need be
         )
-        self.errors: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()  # <environment>/<kind> → rollouts, since the start
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
         self._faulty_since: float | None = None
 
     def dispatch(self, queued: int) -> None:
         if self.is_updating or self.router.url is None or time.monotonic() < self._paused_until:
             return
-        for start in self.dispatcher.next_starts(queued):
+        for start in self.dispatcher.next_starts(queued, time.monotonic()):
             self.runner.start(start)
 
     def cancel(self, cancels: list[Cancel]) -> None:
@@ -87,10 +89,11 @@ class RolloutDriver:
         if outcome.rollout is not None:
             self._pause_s, self._faulty_since = FIRST_PAUSE_S, None
             return self.dispatcher.finished(outcome.rollout_id, outcome.rollout)
-        kind = outcome.error.split(":", 1)[0]
+        kind = f"{outcome.env}/{outcome.error.split(':', 1)[0]}"
         self.errors[kind] += 1
+        level = logging.WARNING if self.errors[kind] <= LOUD_ERRORS else logging.DEBUG
         logger.log(
-            logging.WARNING if self.errors[kind] <= 5 else logging.DEBUG, "rollout failed: %s", outcome.error
+            level, "environment %s, task %s: rollout failed: %s", outcome.env, outcome.task, outcome.error
         )
         if outcome.is_engine_fault:
             self._pause(outcome.error)
@@ -130,6 +133,15 @@ class RolloutDriver:
         logger.info(
             "eval of policy v%d: %s (%.1f s)", version, scores or "no rollout succeeded", metrics["time/eval"]
         )
+
+
+def env_rates(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], RateLimit]:
+    return {
+        (split, index): RateLimit(handle.environment.tasks_per_minute)
+        for split, handles in envs.items()
+        for index, handle in enumerate(handles)
+        if handle.environment.tasks_per_minute is not None
+    }
 
 
 def env_limits(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], int]:

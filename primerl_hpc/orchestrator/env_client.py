@@ -15,7 +15,8 @@
 
 While the server is down ``run`` waits for its successor up to ``restart_timeout_s``; nothing is ever queued at a dead
 one. verifiers' own client never learns of a death (its runs stay pending for ever), so the endpoint file is watched
-here: it vanishes when the process ends, and a restarted server has another incarnation.
+here: it vanishes when the process ends, and a restarted server has another incarnation. A server that the recipe names by
+address publishes nothing; it is asked for its health instead.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # verifiers takes seconds to import
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 2.0
+_MISSED_HEALTHS = 3  # in a row, of a server by address, until it counts as gone
 
 
 class EnvServerDied(RoleError):
@@ -61,7 +63,7 @@ class EnvServerClient:
         poll_s: float = 0.2,
         restart_timeout_s: float = 120.0,
     ) -> None:
-        """``process``: ``env_server-<i>``. Starts watching at the first `wait_ready` or `run`, in that event loop."""
+        """``process``: ``env_server-<i>``; not asked for where the environment has an address. Starts watching at the first `wait_ready` or `run`, in that event loop."""
         self.run_dir, self.process, self.environment = run_dir, process, environment
         self.poll_s, self.restart_timeout_s = poll_s, restart_timeout_s
         self._identity: tuple[Any, ...] | None = None  # whom we are connected to
@@ -138,7 +140,8 @@ class EnvServerClient:
     # -- watching ------------------------------------------------------------------------------------------------
     def _ensure_watcher(self) -> None:
         if self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
+            address = self.environment.address
+            self._watcher = asyncio.create_task(self._watch_address(address) if address else self._watch())
         elif self._watcher.done():
             self._watcher.result()  # a fault of our own must not look like a server that does not come
 
@@ -155,6 +158,18 @@ class EnvServerClient:
                 await self._disconnect()
                 if endpoint is not None:
                     await self._connect(identity, endpoint["url"])
+            await asyncio.sleep(self.poll_s)
+
+    async def _watch_address(self, address: str) -> None:
+        missed = 0
+        while True:
+            if self._client is None:
+                missed = 0
+                await self._connect((address,), address)
+            elif await self._client.health(_HEALTH_TIMEOUT_S):
+                missed = 0
+            elif (missed := missed + 1) >= _MISSED_HEALTHS:
+                await self._disconnect()
             await asyncio.sleep(self.poll_s)
 
     async def _connect(self, identity: tuple[Any, ...], url: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Split
-from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits
+from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.runner import RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskRef
@@ -35,6 +35,7 @@ async def run_evaluation(run: RunDir, phase: PhasePlan) -> None:
         max_off_policy_steps=0,
         last_step=0,
         env_limits=env_limits(envs),
+        env_rates=env_rates(envs),
     )
     evaluator = Evaluator(recipe.environments, [len(handle.tasks) for handle in envs[Split.EVAL]], 0, set())
     runner = RolloutRunner(recipe, envs, live_version=lambda: 0, router_url=lambda: router.url)

@@ -24,7 +24,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
-from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits
+from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.fleet import Fleet
@@ -111,6 +111,7 @@ class Orchestrator:
             step=self.resumed + 1,
             version=self.resumed,
             env_limits=env_limits(envs),
+            env_rates=env_rates(envs),
         )
         self.cutter = BatchCutter(
             rollouts,
@@ -309,6 +310,7 @@ class Orchestrator:
         metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
         metrics |= self.watcher.take_metrics() | self.lag.take() | self.engines.take_metrics()
         metrics |= self.cutter.scorer.take_metrics()
+        metrics |= {f"errors/{kind}": count for kind, count in self.driver.errors.items()}
         metrics |= {f"progress/{name}": value for name, value in self.totals.items()}
         for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
             metrics[f"progress/{environment.label}/epoch"] = epoch

@@ -47,9 +47,11 @@ class EnvHandle:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rollout ended."""
+    """How one rollout ended; ``env`` and ``task`` say where, for people."""
 
     rollout_id: int
+    env: str
+    task: str
     rollout: Rollout | None
     error: str = ""
     is_engine_fault: bool = (
@@ -81,7 +83,7 @@ class RolloutRunner:
     def start(self, start: Start) -> None:
         task = asyncio.create_task(self._run(start), name=f"rollout-{start.rollout_id}")
         self._tasks[start.rollout_id] = task
-        task.add_done_callback(lambda done: self._ended(start.rollout_id, done))
+        task.add_done_callback(lambda done: self._ended(start, done))
 
     def cancel(self, rollout_ids: tuple[int, ...]) -> None:
         for rollout_id in rollout_ids:
@@ -105,33 +107,37 @@ class RolloutRunner:
         except TimeoutError:
             logger.warning("%d rollouts were not taken back within %.0f s", len(tasks), CLOSE_S)
 
-    def _ended(self, rollout_id: int, task: asyncio.Task[None]) -> None:
+    def _ended(self, start: Start, task: asyncio.Task[None]) -> None:
         """A task that we did not cancel has an outcome, also when it ended in a way nobody foresaw."""
-        if self._tasks.pop(rollout_id, None) is None:
+        if self._tasks.pop(start.rollout_id, None) is None:
             return
         if task.cancelled():
-            self.outcomes.put_nowait(
-                Outcome(rollout_id, None, "Cancelled: by its client", is_engine_fault=True)
-            )
+            self._failed(start, "Cancelled: by its client", is_engine_fault=True)
         elif (error := task.exception()) is not None:
-            logger.error("rollout %d", rollout_id, exc_info=error)
-            self.outcomes.put_nowait(Outcome(rollout_id, None, f"{type(error).__name__}: {error}"))
+            logger.error("rollout %d", start.rollout_id, exc_info=error)
+            self._failed(start, f"{type(error).__name__}: {error}")
 
     async def _run(self, start: Start) -> None:
         started = time.monotonic()
         try:
             rollout = await self._rollout(start)
         except RolloutFailed as error:
-            outcome = Outcome(start.rollout_id, None, str(error), error.is_engine_fault)
+            self._failed(start, str(error), is_engine_fault=error.is_engine_fault)
         except EnvServerDied as error:
-            outcome = Outcome(start.rollout_id, None, f"EnvServerDied: {error}", is_engine_fault=True)
+            self._failed(start, f"EnvServerDied: {error}", is_engine_fault=True)
         except (EnvServerError, TimeoutError) as error:
-            outcome = Outcome(start.rollout_id, None, f"{type(error).__name__}: {error}")
+            self._failed(start, f"{type(error).__name__}: {error}")
         else:
             rollout.last_version = self.live_version()
             rollout.seconds = time.monotonic() - started
-            outcome = Outcome(start.rollout_id, rollout)
-        self.outcomes.put_nowait(outcome)
+            self.outcomes.put_nowait(Outcome(start.rollout_id, *self._where(start), rollout))
+
+    def _failed(self, start: Start, error: str, *, is_engine_fault: bool = False) -> None:
+        self.outcomes.put_nowait(Outcome(start.rollout_id, *self._where(start), None, error, is_engine_fault))
+
+    def _where(self, start: Start) -> tuple[str, str]:
+        handle = self.envs[start.split][start.env]
+        return handle.environment.label, handle.tasks[start.task].key
 
     async def _rollout(self, start: Start) -> Rollout:
         handle = self.envs[start.split][start.env]

@@ -99,6 +99,7 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
     ]
     if need_tokens and not samples:
         raise RolloutFailed("EmptyTrajectory", "no sampled token came back")
+    _raise_without_reward(traces)
     nodes = [node for trace in traces for node in trace.nodes]
     output = sum(sum(node.mask) for node in nodes)
     return Rollout(
@@ -175,15 +176,28 @@ def _role_codes(node: MessageNode) -> list[int]:
 
 
 def _raise_if_failed(episode: Episode[Any, Any, Any]) -> None:
-    """One failed trace fails its siblings, and a trace without a turn has failed."""
+    """One failed trace fails its siblings, and so does an episode in which nobody had a turn."""
     for trace in episode.traces:
         if not trace.ok:
             raise _failure(trace.errors, "TraceFailed", trace.stop_condition or "no reason given")
     if not episode.ok:
         raise _failure(episode.errors, "EpisodeFailed", "no reason given")
-    for trace in episode.traces:
-        if trace.num_turns == 0:
-            raise RolloutFailed("EmptyTrajectory", f"no turn ({trace.stop_condition})")
+    if episode.traces and not any(trace.num_turns for trace in episode.traces):
+        raise RolloutFailed("EmptyTrajectory", f"no turn ({episode.traces[0].stop_condition})")
+
+
+def _raise_without_reward(traces: list[Trace[Any, Any, Any]]) -> None:
+    """A reward that is missing or NaN says nothing about the policy; it must not count as 0."""
+    for trace in traces:
+        missing = [name for name, reward in trace.rewards.items() if reward is None]
+        if missing or not trace.rewards:
+            raise RolloutFailed(
+                "NoReward", f"its environment gave {trace.agent.name} no {', '.join(missing) or 'reward'}"
+            )
+        if not np.isfinite(trace.reward):
+            raise RolloutFailed(
+                "NoReward", f"its environment gave {trace.agent.name} the reward {trace.reward}"
+            )
 
 
 def _failure(errors: list[Any], kind: str, message: str) -> RolloutFailed:

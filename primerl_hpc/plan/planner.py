@@ -140,7 +140,7 @@ class _Processes:
                 self.recipe.timeouts.env_server_ready_s,
             )
             for index, (which, each) in enumerate(named)
-            if which == "eval" or self.recipe.kind != Kind.EVAL
+            if (which == "eval" or self.recipe.kind != Kind.EVAL) and each.address is None
         ]
 
     def _process(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,8 +45,12 @@ class Environment(Block):
     """Arguments of the environment's taskset, e.g. ``{split: test}``."""
     env_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of the verifiers environment config beyond the taskset, e.g. ``{agent: {max_turns: 4}}``."""
+    address: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+")] | None = None
+    """A verifiers environment server that you run yourself, e.g. ``tcp://host:5000``; default: the run starts its own. It must have the engines' key in its variable PRIMERL_ENGINE_API_KEY."""
     max_concurrent: PositiveInt | None = None
     """Most episodes in flight in this environment."""
+    tasks_per_minute: PositiveFloat | None = None
+    """Most episodes begun per minute, for environments behind a service that counts."""
     timeout_s: PositiveFloat = 600.0
     """One rollout longer than this is cancelled and counted as an error."""
 

@@ -24,6 +24,7 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
+from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import make_plan, process_plan, run_role
 
@@ -153,6 +154,31 @@ def test_a_rollout_beyond_its_time_or_cancelled_leaves_the_engine(serving: Servi
         assert (await rollouts.run()).ok
 
     with_rollouts(serving, check)
+
+
+def test_a_prompt_longer_than_the_context_is_the_rollouts_own_fault(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        rollouts.tasks[0].data["prompt"] = "x" * 2000
+        episode = await rollouts.run(0)
+        with pytest.raises(RolloutFailed, match=r"ProviderError: .*[Pp]rompt length") as caught:
+            rollout_of(episode, temperature=1.0)
+        assert not caught.value.is_engine_fault
+        assert (await rollouts.run(1)).ok
+
+    with_rollouts(serving, check)
+
+
+def test_a_server_by_address_is_used_without_being_published(serving: Serving) -> None:
+    async def check() -> None:
+        rollouts = Rollouts(serving)
+        environment = rollouts.environment.model_copy(update={"address": serving.url("env_server-0")})
+        rollouts.client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02)
+        try:
+            assert (await rollouts.run()).ok
+        finally:
+            await rollouts.client.close()
+
+    asyncio.run(check())
 
 
 def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:

@@ -212,7 +212,7 @@ def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
         f"killed-{name}",
         "max_steps=8",
         "environments.eval=[]",
-        "environments.train.0.curriculum.type=difficulty_pools",
+        "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
         "rollouts.adaptive_concurrency.start=64",
     )
     wait_for(

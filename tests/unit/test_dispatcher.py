@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from primerl_hpc.orchestrator.dispatcher import MAX_FAULTS_PER_MEMBER, Dispatcher, Split
+from primerl_hpc.orchestrator.rate import RateLimit
 from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
 
 
@@ -149,6 +150,19 @@ def test_an_environment_at_its_limit_holds_its_turn_so_that_ratios_stay():
     for start in starts:
         dispatcher.finished(start.rollout_id, None)
     assert {start.env for start in dispatcher.next_starts(queued=4)} == {0, 1}
+
+
+def test_a_rate_lets_so_many_begin_per_minute_in_small_bursts():
+    dispatcher = make(max_in_flight=100, env_rates={(Split.TRAIN, 0): RateLimit(60)})
+    assert len(dispatcher.next_starts(0, now=1000.0)) == 6
+    begun = [len(dispatcher.next_starts(0, now=1000.0 + 0.25 * tick)) for tick in range(1, 41)]
+    assert sum(begun) == 10 and max(begun) == 1
+
+
+def test_a_slow_rate_lets_one_begin_at_a_time():
+    dispatcher = make(env_rates={(Split.TRAIN, 0): RateLimit(2)})
+    begun = [len(dispatcher.next_starts(0, now=float(second))) for second in range(1000, 1091)]
+    assert [second for second, count in enumerate(begun) if count] == [0, 30, 60, 90]
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "plan": {"common", "recipe", "cluster"},
     "render": {"common", "recipe", "cluster", "plan"},
     "launch": {"common", "recipe", "cluster", "plan", "render", "observe"},
-    "cli": {"common", "recipe", "cluster", "plan", "render", "launch", "observe", "runtime"},
+    "cli": {"common", "recipe", "cluster", "plan", "render", "launch", "observe", "runtime", "envs"},
     "runtime": {"common", "recipe", "plan"},
     "roles": {"common", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"},
     "observe": {"common", "cluster"},

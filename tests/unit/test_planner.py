@@ -50,6 +50,15 @@ def test_the_warmup_feeds_the_main_phase() -> None:
     assert [process.name for process in warmup.processes] == ["sft-0"]
 
 
+def test_a_server_by_address_is_not_started_and_the_others_keep_their_numbers() -> None:
+    recipe = tiny("environments.train=[{id: a, address: 'tcp://h:1'}, {id: b}]", "warmup=null")
+    servers = plan(recipe, load_profile("local").profile).phase("main").of_role(Role.ENV_SERVER)
+    assert [(server.name, server.log) for server in servers] == [
+        ("env_server-1", "envs/train/b.log"),
+        ("env_server-2", "envs/eval/held-out.log"),
+    ]
+
+
 def test_a_run_with_node_counts_gets_nodes_of_its_own() -> None:
     recipe = tiny(
         "layout.inference={nodes: 2, replicas: auto, tensor_parallel: 4}",

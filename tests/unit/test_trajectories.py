@@ -136,6 +136,24 @@ def test_one_failed_trace_fails_its_siblings():
         rollout_of(episode(good, bad), temperature=1.0)
 
 
+def test_a_seat_that_never_had_a_turn_does_not_fail_a_game():
+    played = trace([prompt([1]), reply([9, 4], 0)], reward=-1.0)
+    idle = trace([], reward=1.0)
+    found = rollout_of(episode(played, idle), temperature=1.0)
+    assert (len(found.samples), len(found.traces), found.reward) == (1, 2, 0.0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None])
+def test_a_reward_that_is_missing_or_not_a_number_is_a_failure(reward):
+    made = trace([prompt([1]), reply([9, 4], 0)])
+    if reward is None:
+        made.rewards = {"similarity": None}
+    else:
+        made.record_reward("similarity", reward)
+    with pytest.raises(RolloutFailed, match="NoReward"):
+        rollout_of(episode(made), temperature=1.0)
+
+
 @pytest.mark.parametrize(
     ("status", "is_engine_fault"), [(503, True), (504, True), (None, True), (400, False)]
 )
