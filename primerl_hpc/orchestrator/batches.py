@@ -56,6 +56,7 @@ class Cut:
     packed: Packed | None
     tally: Tally
     samples: list[TrainSample] = field(default_factory=list)
+    queued_versions: list[int] = field(default_factory=list)  # of rollouts that wait for the next batch
 
 
 class BatchCutter:
@@ -151,6 +152,7 @@ class BatchCutter:
             packed=None,
             tally=tally,
             samples=samples,
+            queued_versions=[version for group in self._queue for version in group.versions],
         )
 
     def pack(self, cut: Cut) -> Packed:

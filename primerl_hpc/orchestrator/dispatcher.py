@@ -165,6 +165,11 @@ class Dispatcher:
         )
         return room - queued - pending
 
+    def versions_in_flight(self) -> list[int]:
+        """Of the training rollouts in flight, when they started."""
+        groups = [group for group in self._groups.values() if group.split is Split.TRAIN]
+        return [version for group in groups for version in group.in_flight.values()]
+
     # -- actions ---------------------------------------------------------------------------------------------------
     def next_starts(self, queued: int, now: float = 0.0) -> list[Start]:
         """Everything that may start at ``now`` (seconds; only rates need it): evaluation, started groups, new groups."""

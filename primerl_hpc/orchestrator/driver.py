@@ -95,6 +95,7 @@ class RolloutDriver:
         logger.log(
             level, "environment %s, task %s: rollout failed: %s", outcome.env, outcome.task, outcome.error
         )
+        self.traces[outcome.split].add_failure(env=outcome.env, task=outcome.task, error=outcome.error)
         if outcome.is_engine_fault:
             self._pause(outcome.error)
         return self.dispatcher.failed(outcome.rollout_id, is_fault=outcome.is_engine_fault)

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from primerl_hpc.orchestrator.batches import Cut
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.scoring import ScoredGroup
+from primerl_hpc.orchestrator.trajectories import Rollout
 
 
 def distribution(name: str, values: ArrayLike) -> dict[str, float]:
@@ -33,17 +34,20 @@ def distribution(name: str, values: ArrayLike) -> dict[str, float]:
 
 
 def group_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, float]:
-    """Rewards, lengths, turns, truncation and errors over the rollouts of ``groups``; ``suffix`` is ``/<env>``."""
+    """Rewards, lengths, turns, branches, truncation and errors over the rollouts of ``groups``; ``suffix`` is ``/<env>``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     failed = sum(group.num_failed for group in groups)
     metrics = {
         **distribution(f"reward{suffix}", [rollout.reward for rollout in rollouts]),
         **distribution(f"completion_tokens{suffix}", [rollout.output_tokens for rollout in rollouts]),
-        f"prompt_tokens{suffix}/mean": float(np.mean([rollout.input_tokens for rollout in rollouts])),
-        f"turns{suffix}/mean": float(np.mean([rollout.num_turns for rollout in rollouts])),
+        **distribution(f"prompt_tokens{suffix}", [rollout.input_tokens for rollout in rollouts]),
+        **distribution(f"turns{suffix}", [rollout.num_turns for rollout in rollouts]),
+        **distribution(f"branches{suffix}", [len(rollout.samples) for rollout in rollouts]),
         f"truncated{suffix}/mean": float(np.mean([rollout.is_truncated for rollout in rollouts])),
         f"errors{suffix}/mean": failed / max(1, failed + len(rollouts)),
-        f"rollout_s{suffix}/mean": float(np.mean([rollout.seconds for rollout in rollouts])),
+        **distribution(f"rollout_s{suffix}", [rollout.seconds for rollout in rollouts]),
+        **solved_metrics(groups, suffix),
+        **agent_metrics(rollouts, suffix),
     }
     for kind in ("rewards", "metrics"):
         names = sorted({name for rollout in rollouts for name in getattr(rollout, kind)})
@@ -53,16 +57,26 @@ def group_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, floa
     return metrics
 
 
-def solved_metrics(groups: list[ScoredGroup]) -> dict[str, float]:
+def agent_metrics(rollouts: list[Rollout], suffix: str) -> dict[str, float]:
+    """``reward/<env>/<agent>/…`` where there are several agents."""
+    agents = {trace.agent for rollout in rollouts for trace in rollout.traces}
+    metrics: dict[str, float] = {}
+    for agent in sorted(agents) if len(agents) > 1 else ():
+        rewards = [trace.reward for rollout in rollouts for trace in rollout.traces if trace.agent == agent]
+        metrics |= distribution(f"reward{suffix}/{agent}", rewards)
+    return metrics
+
+
+def solved_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, float]:
     """Shares of groups in which no, every, or some rollout got the full reward of 1."""
     counts = [
         sum(is_solved(rollout.reward) for rollout in group.rollouts) / len(group.rollouts) for group in groups
     ]
     shares = np.asarray(counts)
     return {
-        "solve_none": float((shares == 0).mean()),
-        "solve_all": float((shares == 1).mean()),
-        "solve_some": float(((shares > 0) & (shares < 1)).mean()),
+        f"solve_none{suffix}": float((shares == 0).mean()),
+        f"solve_all{suffix}": float((shares == 1).mean()),
+        f"solve_some{suffix}": float(((shares > 0) & (shares < 1)).mean()),
     }
 
 
@@ -77,12 +91,11 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
     ages = [(step - 1) - version for group in cut.groups for version in group.versions]
     num_rollouts = len(ages)
     names = cut.info.env_names
-    metrics = group_metrics(cut.groups) | solved_metrics(cut.groups)
-    if len(names) > 1:
-        for env, name in enumerate(names):
-            if own := [group for group in cut.groups if group.task.env == env]:
-                metrics |= group_metrics(own, f"/{name}")
-                metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
+    metrics = group_metrics(cut.groups)
+    for env, name in enumerate(names):
+        if own := [group for group in cut.groups if group.task.env == env]:
+            metrics |= group_metrics(own, f"/{name}")
+            metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
     metrics |= {
         "batch/rollouts": num_rollouts,
         "batch/samples": cut.info.num_samples,
@@ -109,6 +122,14 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
             "batch/tokens": sum(row.num_tokens for row in rows),
             "batch/trained_tokens": sum(int(row.loss_mask.sum()) for row in rows),
         }
+    for where, versions in (
+        ("in_flight", dispatcher.versions_in_flight()),
+        ("in_queue", cut.queued_versions),
+    ):
+        if versions:
+            lags = [dispatcher.version - version for version in versions]
+            metrics[f"off_policy/{where}/mean"] = float(np.mean(lags))
+            metrics[f"off_policy/{where}/max"] = float(max(lags))
     metrics |= {f"dispatcher/{name}": value for name, value in asdict(dispatcher.counters).items()}
     metrics["dispatcher/in_flight"] = dispatcher.in_flight
     return metrics

@@ -50,6 +50,7 @@ class Outcome:
     """How one rollout ended; ``env`` and ``task`` say where, for people."""
 
     rollout_id: int
+    split: Split
     env: str
     task: str
     rollout: Rollout | None
@@ -135,9 +136,9 @@ class RolloutRunner:
     def _failed(self, start: Start, error: str, *, is_engine_fault: bool = False) -> None:
         self.outcomes.put_nowait(Outcome(start.rollout_id, *self._where(start), None, error, is_engine_fault))
 
-    def _where(self, start: Start) -> tuple[str, str]:
+    def _where(self, start: Start) -> tuple[Split, str, str]:
         handle = self.envs[start.split][start.env]
-        return handle.environment.label, handle.tasks[start.task].key
+        return start.split, handle.environment.label, handle.tasks[start.task].key
 
     async def _rollout(self, start: Start) -> Rollout:
         handle = self.envs[start.split][start.env]

@@ -32,25 +32,42 @@ class TraceWriter:
     ) -> None:
         """``version``: live when the rollout started; ``last_version`` when it ended."""
         prompt, completion = rollout.text[:-1], rollout.text[-1:]
-        row = {
-            "env": env,
-            "task": task,
-            "version": version,
-            "last_version": rollout.last_version,
-            **more,
-            "reward": round(rollout.reward, DECIMALS),
-            "advantage": None if advantage is None else round(advantage, DECIMALS),
-            "rewards": {name: round(value, DECIMALS) for name, value in rollout.rewards.items()},
-            "turns": rollout.num_turns,
-            "output_tokens": rollout.output_tokens,
-            "truncated": rollout.is_truncated,
-            "prompt": "\n".join(message["content"] for message in prompt),
-            "completion": completion[0]["content"] if completion else "",
-        }
-        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+        self._append(
+            {
+                "env": env,
+                "task": task,
+                "version": version,
+                "last_version": rollout.last_version,
+                **more,
+                "reward": round(rollout.reward, DECIMALS),
+                "advantage": None if advantage is None else round(advantage, DECIMALS),
+                "rewards": _rounded(rollout.rewards),
+                "metrics": _rounded(rollout.metrics),
+                "agents": [[trace.agent, round(trace.reward, DECIMALS)] for trace in rollout.traces],
+                "turns": rollout.num_turns,
+                "branches": len(rollout.samples),
+                "input_tokens": rollout.input_tokens,
+                "output_tokens": rollout.output_tokens,
+                "truncated": rollout.is_truncated,
+                "seconds": round(rollout.seconds, DECIMALS),
+                "prompt": "\n".join(message["content"] for message in prompt),
+                "completion": completion[0]["content"] if completion else "",
+            }
+        )
+
+    def add_failure(self, *, env: str, task: str, error: str) -> None:
+        """One that ended without a reward, whether it is tried again or not."""
+        self._append({"env": env, "task": task, "error": error})
 
     def flush(self) -> None:
         """Append what was gathered, in one write."""
         lines, self._lines = self._lines, []
         if lines:
             append_line(self.path, "\n".join(lines))
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, DECIMALS) for name, value in values.items()}

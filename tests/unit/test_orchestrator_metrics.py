@@ -1,0 +1,121 @@
+"""What a step says about its rollouts: overall, per environment and per agent, and every rollout on a line of its own."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.orchestrator.batches import BatchCutter
+from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
+from primerl_hpc.orchestrator.metrics import batch_metrics
+from primerl_hpc.orchestrator.sampler import TaskRef
+from primerl_hpc.orchestrator.scoring import Scorer
+from primerl_hpc.orchestrator.traces import TraceWriter
+from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
+from primerl_hpc.recipe.schema import Recipe
+
+RECIPE = Recipe.model_validate(
+    {
+        "kind": "rl",
+        "name": "r",
+        "model": {"name": "m"},
+        "max_steps": 9,
+        "rollouts": {"batch_size": 4, "group_size": 2},
+        "environments": {"train": [{"id": "words"}, {"id": "nim", "algorithm": {"type": "rae"}}]},
+    }
+)
+
+
+def rollout(reward: float, *, turns: int = 1, samples: int = 1) -> Rollout:
+    made = [
+        Sample(np.arange(4), np.arange(4) >= 2, np.zeros(4, np.float32), temperature=1.0)
+        for _ in range(samples)
+    ]
+    return Rollout(reward, made, 2 * samples, 2, turns, is_truncated=turns > 1)
+
+
+def game(first: float) -> Rollout:
+    made = rollout(0.0, turns=3, samples=2)
+    made.traces = [AgentTrace("first", first), AgentTrace("second", -first)]
+    made.samples[1].trace = 1
+    return made
+
+
+def group(env: int, rollouts: list[Rollout], *, version: int, failed: int = 0) -> Group:
+    made = Group(env, Split.TRAIN, env, 0, 2, to_start=0, retries_left=0)
+    made.results, made.versions, made.num_failed = rollouts, [version] * len(rollouts), failed
+    return made
+
+
+@pytest.fixture
+def metrics() -> dict[str, float]:
+    dispatcher = Dispatcher(
+        next_task=lambda: TaskRef(0, 0),
+        group_size=2,
+        batch_size=4,
+        max_in_flight=2,
+        max_off_policy_steps=4,
+        last_step=9,
+        step=4,
+        version=3,
+    )
+    dispatcher.next_starts(0)
+    dispatcher.policy_live(5)
+    cutter = BatchCutter(RECIPE.rollouts, Scorer(RECIPE), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=2, failed=1))
+    cutter.add(group(1, [game(1.0), game(-1.0)], version=3))
+    cutter.add(group(0, [rollout(1.0)], version=4))
+    cut = cutter.take(4, 0)
+    cutter.pack(cut)
+    return batch_metrics(cut, dispatcher)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward/mean", 0.25),
+        ("reward/words/mean", 0.5),
+        ("reward/words/max", 1.0),
+        ("reward/nim/first/max", 1.0),
+        ("reward/nim/second/mean", 0.0),
+        ("turns/mean", 2.0),
+        ("turns/nim/max", 3.0),
+        ("branches/nim/mean", 2.0),
+        ("truncated/nim/mean", 1.0),
+        ("errors/words/mean", 1 / 3),
+        ("solve_some/words", 1.0),
+        ("solve_none/nim", 1.0),
+        ("batch/nim/ratio", 0.5),
+        ("off_policy/max", 1.0),
+        ("off_policy/mean", 0.5),
+        ("off_policy/in_flight/max", 2.0),
+        ("off_policy/in_queue/mean", 1.0),
+        ("batch/samples", 6),
+        ("batch/trainable", 1.0),
+    ],
+)
+def test_metrics_of_a_batch(metrics, name, value):
+    assert metrics[name] == pytest.approx(value)
+
+
+def test_distributions_have_mean_bounds_and_tails(metrics):
+    for name in ("reward", "completion_tokens", "prompt_tokens", "turns", "branches", "rollout_s"):
+        for suffix in ("", "/words", "/nim"):
+            assert {f"{name}{suffix}/{part}" for part in ("mean", "min", "max", "p10", "p90")} <= set(metrics)
+
+
+def test_every_rollout_is_a_line_and_so_is_every_failure(tmp_path):
+    writer = TraceWriter(tmp_path / "train.jsonl")
+    played = game(1.0)
+    played.text = [{"role": "user", "content": "5 stones"}, {"role": "assistant", "content": "1"}]
+    writer.add(played, env="nim", task="5 stones", version=3, advantage=0.12345, group=7)
+    writer.add_failure(env="nim", task="7 stones", error="NoReward: none")
+    writer.flush()
+    row, failure = read_jsonl(tmp_path / "train.jsonl")
+    assert row["agents"] == [["first", 1.0], ["second", -1.0]]
+    assert (row["prompt"], row["completion"], row["advantage"]) == ("5 stones", "1", 0.1235)
+    assert (row["turns"], row["branches"], row["output_tokens"], row["group"]) == (3, 2, 4, 7)
+    assert failure == json.loads('{"env": "nim", "task": "7 stones", "error": "NoReward: none"}')
