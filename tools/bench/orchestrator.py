@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""The orchestrator against a mock engine of fixed latency: rollouts/s, its CPU per rollout, and how late its event loop runs.
+
+    tools/tiny-model outputs/tiny && tools/bench/orchestrator.py --model outputs/tiny/model
+    tools/bench/orchestrator.py --model outputs/tiny/model --in-flight 256 --turns 3 --json
+
+Environment servers, dispatcher, scoring, batches and packing are the real ones; only the engine is not. ``cpu ms`` is
+this process's CPU time per finished rollout, ``verifiers ms`` the same of verifiers' own client with as many requests
+and nothing around it, ``lag p99`` how much later than asked a sleep of 10 ms returns. Rollouts/s are bounded by the
+environment servers (10 ms of CPU per turn), so more cores and ``--servers`` give more of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+from machine import show  # noqa: E402
+
+from primerl_hpc.cluster.load import load_profile  # noqa: E402
+from primerl_hpc.common import env  # noqa: E402
+from primerl_hpc.common.files import wait_until, write_json  # noqa: E402
+from primerl_hpc.common.names import MAIN_PHASE, Role, process_name  # noqa: E402
+from primerl_hpc.common.rundir import RunDir, read_endpoint  # noqa: E402
+from primerl_hpc.orchestrator.batches import BatchCutter  # noqa: E402
+from primerl_hpc.orchestrator.dispatcher import Dispatcher, Split  # noqa: E402
+from primerl_hpc.orchestrator.driver import RolloutDriver  # noqa: E402
+from primerl_hpc.orchestrator.env_client import sampling_config, train_client  # noqa: E402
+from primerl_hpc.orchestrator.evals import Evaluator  # noqa: E402
+from primerl_hpc.orchestrator.runner import RolloutRunner  # noqa: E402
+from primerl_hpc.orchestrator.sampler import TaskSampler  # noqa: E402
+from primerl_hpc.orchestrator.scoring import Scorer  # noqa: E402
+from primerl_hpc.orchestrator.setup import RouterAddress, load_environments  # noqa: E402
+from primerl_hpc.plan.planner import compile_plan  # noqa: E402
+from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+
+TOKENS = [*range(40, 51), 2]  # of each reply; 2 ends it
+LAG_INTERVAL_S = 0.01
+
+
+# -- the mock engine, a process of its own ------------------------------------------------------------------------------
+
+
+def serve_mock(latency_s: float, ready: Path) -> None:
+    """vLLM's token route with a fixed latency, until SIGTERM. Writes its port to ``ready``."""
+    from aiohttp import web
+
+    content = [{"token": f"token_id:{token}", "logprob": -0.5} for token in TOKENS]
+    choice = {"index": 0, "token_ids": TOKENS, "finish_reason": "stop", "logprobs": {"content": content}}
+
+    async def generate(_: web.Request) -> web.Response:
+        await asyncio.sleep(latency_s)
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 512}]}
+        )
+
+    async def main() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/inference/v1/generate", generate), web.get("/v1/models", models)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
+        await site.start()
+        port = runner.addresses[0][1]
+        ready.with_suffix(".new").write_text(str(port))
+        ready.with_suffix(".new").rename(ready)
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await stop.wait()
+
+    asyncio.run(main())
+
+
+# -- what is measured ---------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """CPU, finished rollouts and lags between `start` and `result`."""
+
+    def __init__(self) -> None:
+        self.finished, self._lags = 0, []
+
+    def start(self) -> None:
+        self.finished, self._lags = 0, []
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    async def watch(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._lags.append(time.perf_counter() - before - LAG_INTERVAL_S)
+
+    def result(self) -> dict[str, float]:
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        lags = sorted(self._lags)
+        return {
+            "rollouts_per_s": self.finished / wall,
+            "cpu_ms": 1e3 * cpu / max(1, self.finished),
+            "lag_p99_ms": 1e3 * lags[int(0.99 * (len(lags) - 1))] if lags else 0.0,
+        }
+
+
+def make_recipe(model: Path, in_flight: int, turns: int, servers: int) -> Recipe:
+    one = (
+        {"id": "reverse-text"}
+        if turns == 1
+        else {"id": "alphabet-sort", "args": {"turns": turns, "names_per_turn": 1}}
+    )
+    return Recipe.model_validate(
+        {
+            "kind": "rl",
+            "name": "bench",
+            "model": {"name": str(model.resolve()), "renderer": {"name": "chatml"}},
+            "seq_len": 512,
+            "max_steps": 1_000_000,
+            "environments": {"train": [{**one, "name": f"env{index}"} for index in range(servers)]},
+            "rollouts": {
+                "batch_size": max(64, in_flight // 4),
+                "group_size": 8,
+                "max_in_flight": in_flight,
+                "max_off_policy_steps": 1000,
+                "zero_advantage": "keep",
+                "max_error_fraction": 0.01,
+                "sampling": {"max_tokens": 16},
+            },
+        }
+    )
+
+
+async def drive(run: RunDir, recipe: Recipe, url: str, seconds: float) -> dict[str, float]:
+    """The orchestrator's own loop, without a trainer: versions are live as soon as their batch is packed."""
+    envs = await load_environments(run, recipe)
+    handles = envs[Split.TRAIN]
+    for handle in handles:
+        await handle.client.wait_ready(timeout_s=300)
+    rollouts = recipe.rollouts
+    sampler = TaskSampler([len(handle.tasks) for handle in handles], [1.0] * len(handles), 0)
+    dispatcher = Dispatcher(
+        next_task=sampler.next,
+        group_size=rollouts.group_size,
+        batch_size=rollouts.batch_size,
+        max_in_flight=rollouts.in_flight_ceiling,
+        max_off_policy_steps=rollouts.max_off_policy_steps,
+        last_step=recipe.steps,
+    )
+    labels = [handle.environment.label for handle in handles]
+    cutter = BatchCutter(rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=labels)
+    router = RouterAddress(run, url)
+    runner = RolloutRunner(
+        recipe, envs, live_version=lambda: dispatcher.version, router_url=lambda: router.url
+    )
+    evaluator = Evaluator(recipe.environments, [], recipe.steps, set())
+    driver = RolloutDriver(run, recipe, dispatcher, evaluator, runner, router)
+    meter = Meter()
+    watch = asyncio.create_task(meter.watch())
+
+    async def until(deadline: float, finished: int) -> None:
+        while time.perf_counter() < deadline or meter.finished < finished:
+            driver.dispatch(cutter.num_queued)
+            for group in await driver.next_groups():
+                cutter.add(group)
+                meter.finished += len(group.results)
+            if cutter.is_ready(dispatcher.min_fresh_version):
+                cut = cutter.take(dispatcher.step, dispatcher.min_fresh_version)
+                await asyncio.to_thread(cutter.pack, cut)
+                driver.cancel(dispatcher.advance(dispatcher.step + 1))
+                dispatcher.policy_live(dispatcher.step - 1)
+                await asyncio.to_thread(driver.flush)
+
+    meter.start()
+    await until(time.perf_counter() + 2.0, rollouts.in_flight_ceiling)  # everybody is at work
+    meter.start()
+    await until(time.perf_counter() + seconds, 1)
+    result = meter.result()
+    watch.cancel()
+    plain = await drive_verifiers(run, recipe, handles, url, rollouts.in_flight_ceiling, seconds)
+    await runner.close()
+    return result | {"verifiers_ms": plain}
+
+
+async def drive_verifiers(
+    run: RunDir, recipe: Recipe, handles: list[Any], url: str, in_flight: int, seconds: float
+) -> float:
+    """CPU ms per rollout of verifiers' client alone, with as many requests in flight."""
+    from verifiers.v1.serve import EnvClient
+
+    config = train_client(recipe.model, url)
+    sampling = sampling_config(recipe.rollouts.sampling, 0)
+    clients = [EnvClient(read_endpoint(run, handle.client.process)["url"]) for handle in handles]
+    meter = Meter()
+    is_over = False
+
+    async def worker(number: int) -> None:
+        which = number % len(handles)
+        tasks = handles[which].tasks
+        while not is_over:
+            await clients[which].run(
+                client=config,
+                model=recipe.model.name,
+                sampling=sampling,
+                task_data=tasks[number % len(tasks)].data,
+            )
+            meter.finished += 1
+
+    meter.start()
+    workers = [asyncio.create_task(worker(number)) for number in range(in_flight)]
+    while meter.finished < in_flight:
+        await asyncio.sleep(0.1)
+    meter.start()
+    await asyncio.sleep(seconds)
+    result = meter.result()
+    is_over = True
+    for each in workers:
+        each.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    for client in clients:
+        await client.close()
+    return result["cpu_ms"]
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+def start(words: list[str], log: Path, **more: str) -> subprocess.Popen:
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more},
+        )
+
+
+def measure(model: Path, in_flight: int, turns: int, servers: int, latency_s: float, seconds: float) -> dict:
+    recipe = make_recipe(model, in_flight, turns, servers)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir(Path(folder) / "run")
+        for path in (run.control, run.root / "metrics", run.attempt_logs(1), run.traces("train").parent):
+            path.mkdir(parents=True, exist_ok=True)
+        plan = compile_plan(
+            recipe, load_profile("local").profile, run_dir=str(run.root), python=sys.executable
+        )
+        write_json(run.plan, plan.model_dump(mode="json"))
+        ready, processes = Path(folder) / "port", []
+        try:
+            processes.append(
+                start(
+                    [__file__, "--mock", str(ready), "--latency", str(latency_s)], Path(folder) / "mock.log"
+                )
+            )
+            for index in range(servers):
+                name = process_name(Role.ENV_SERVER, index)
+                words = ["-m", "primerl_hpc.roles.env_server", str(run.root), MAIN_PHASE, name]
+                variables = {env.RUN_DIR: str(run.root), env.PROCESS: name, env.PHASE: MAIN_PHASE}
+                processes.append(start(words, run.attempt_logs(1) / f"{name}.log", **variables))
+            wait_until(lambda: ready.exists() or None, what="the mock engine", timeout_s=60)
+            url = f"http://127.0.0.1:{ready.read_text()}"
+            result = asyncio.run(drive(run, recipe, url, seconds))
+        finally:
+            for process in processes:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    beyond = result["cpu_ms"] - result["verifiers_ms"]
+    return {"in_flight": in_flight, "turns": turns, **result, "beyond_ms": beyond}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="model folder made by tools/tiny-model (its tokenizer)")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--servers", type=int, default=2, help="environment servers")
+    parser.add_argument("--latency", type=float, default=1.0, help="seconds of the mock engine")
+    parser.add_argument("--seconds", type=float, default=15.0, help="measured, for each line")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mock", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.mock:
+        serve_mock(options.latency, options.mock)
+        return 0
+    if not options.model:
+        parser.error("--model is needed")
+    rows = [
+        measure(options.model, in_flight, turns, options.servers, options.latency, options.seconds)
+        for turns in options.turns
+        for in_flight in options.in_flight
+    ]
+    show(f"orchestrator, mock engine of {options.latency:g} s", rows, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
