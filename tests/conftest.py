@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A property holds or not, however busy the machine is.
+settings.register_profile("primerl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("primerl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
