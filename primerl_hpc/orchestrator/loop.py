@@ -77,7 +77,8 @@ async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
 def num_data_ranks(phase: PhasePlan) -> int:
     """Data-parallel ranks of the trainer: its processes over context parallel."""
     world = sum(len(process.nodes) * len(process.accelerators) for process in phase.of_role(Role.TRAINER))
-    return world // phase.recipe.layout.trainer.context_parallel
+    context = phase.recipe.layout.trainer.context_parallel
+    return world if context == "auto" else world // context  # a plan has a number there
 
 
 class Orchestrator:

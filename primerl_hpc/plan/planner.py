@@ -1,4 +1,4 @@
-"""The planner, as a list of passes: check → split → phases → processes → plan.
+"""The planner, as a list of passes: check → split → degrees → phases → processes → plan.
 
     plan = compile_plan(recipe, profile, run_dir="/scratch/runs/x", python="/venv/bin/python")
 
@@ -14,6 +14,7 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE, WARMUP_PHASE, Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.container import in_container
+from primerl_hpc.plan.degrees import settle_degrees
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.split import Placement, Split, split
 from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
@@ -32,6 +33,13 @@ def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str)
     """Raises ConfigError when recipe and profile do not fit together."""
     _check(recipe, profile)
     layout = split(recipe, profile)
+    notes = layout.notes
+    if layout.trainer is not None:
+        per_node = len(layout.trainer.accelerators)
+        recipe, reasons = settle_degrees(
+            recipe, ranks=len(layout.trainer.nodes) * per_node, ranks_per_node=per_node
+        )
+        notes += reasons
     phases = tuple(
         PhasePlan(
             name=name,
@@ -51,7 +59,7 @@ def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str)
         accelerators_per_node=profile.accelerators_per_node,
         nodes=_nodes(phases, layout.num_nodes),
         phases=phases,
-        notes=layout.notes,
+        notes=notes,
     )
 
 
@@ -71,14 +79,6 @@ def _check(recipe: Recipe, profile: Profile) -> None:
         raise ConfigError(
             "layout.orchestrator.place: cpu-partition needs a heterogeneous job, which this version does not submit",
             mend="use head or trainer",
-        )
-    if (
-        recipe.layout.trainer.expert_parallel not in ("auto", 1)
-        or recipe.layout.trainer.context_parallel != 1
-    ):
-        raise ConfigError(
-            "layout.trainer: this version trains with FSDP and HSDP only",
-            mend="leave context_parallel at 1 and expert_parallel at auto",
         )
 
 

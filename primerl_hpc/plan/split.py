@@ -47,8 +47,6 @@ def split(recipe: Recipe, profile: Profile) -> Split:
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}",
             mend="lower layout.inference.nodes or layout.trainer.nodes",
         )
-    if result.trainer is not None:
-        _check_trainer(recipe, result.trainer)
     return result
 
 
@@ -197,15 +195,3 @@ def _place_replicas(recipe: Recipe, replicas: int, nodes: int, per_node: int) ->
             node, slot = index % nodes, index // nodes
             placements.append(Placement((node,), tuple(range(slot * size, (slot + 1) * size))))
     return tuple(placements)
-
-
-def _check_trainer(recipe: Recipe, trainer: Placement) -> None:
-    """Degrees must divide the ranks, said with the numbers."""
-    layout = recipe.layout.trainer
-    ranks = len(trainer.nodes) * len(trainer.accelerators)
-    degree = layout.replicate * layout.context_parallel
-    if ranks % degree:
-        raise ConfigError(
-            f"layout.trainer: replicate {layout.replicate} × context_parallel {layout.context_parallel} = {degree} "
-            f"does not divide the trainer's {ranks} ranks"
-        )

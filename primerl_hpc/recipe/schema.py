@@ -87,10 +87,14 @@ class TrainerLayout(Block):
     """Trainer processes in all, one per accelerator; ``auto``: every accelerator of its nodes."""
     replicate: PositiveInt = 1
     """HSDP: copies of the sharded model; must divide ranks."""
-    context_parallel: PositiveInt = 1
-    """Ranks that share one sequence."""
+    context_parallel: Auto | PositiveInt = 1
+    """Ranks that share one sequence; ``auto``: as many as leave each at most 32,768 of its tokens."""
+    context_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """How they share it: heads for tokens by all-to-all (ulysses), or keys and values handed round (ring); ``auto``: ulysses where the heads divide."""
     expert_parallel: Auto | PositiveInt = "auto"
-    """Ranks that share the experts of a mixture-of-experts model."""
+    """Ranks that share the experts of a mixture-of-experts model; ``auto``: the most, within a node and up to 8, that divide experts and ranks."""
+    expert_backend: Literal["torch", "deepep"] = "torch"
+    """What carries tokens to their experts: all-to-all of torch, or DeepEP (NVIDIA, to be installed by hand)."""
 
 
 class OrchestratorLayout(Block):

@@ -32,9 +32,10 @@ from primerl_hpc.trainer.optim import (
     scale_gradients,
     set_lr,
 )
+from primerl_hpc.trainer.parallel.mesh import World
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops, peak_memory_gib
 from primerl_hpc.trainer.schedules import lr_factor
-from primerl_hpc.trainer.setup import World, seed_step
+from primerl_hpc.trainer.setup import seed_step
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch
 
@@ -80,7 +81,7 @@ class Core:
         self._collect_garbage(step)
         started = time.perf_counter()
         counts, tokens, flops, num_forwards = self._step_totals(rows)
-        tally = Tally(metric_names(env_names), self.world.device)
+        tally = Tally(metric_names(env_names), self.world.device, is_counted=self.world.is_counted)
         groups = stack_rows(rows, config.seq_len)
         groups += [[empty_row()]] * (num_forwards - len(groups))
         for index, group in enumerate(groups):
@@ -114,7 +115,7 @@ class Core:
     def evaluate(self, rows: list[MicroBatch]) -> tuple[float, int]:
         """Mean cross-entropy over the ce tokens of all ranks' rows, and their number. Collective."""
         counts, _, _, num_forwards = self._step_totals(rows)
-        tally = Tally(metric_names([]), self.world.device)
+        tally = Tally(metric_names([]), self.world.device, is_counted=self.world.is_counted)
         groups = stack_rows(rows, self.recipe.seq_len)
         for group in groups + [[empty_row()]] * (num_forwards - len(groups)):
             self.watchdog.beat("evaluation")
@@ -134,6 +135,7 @@ class Core:
             [*component_counts(rows), sum(row.num_tokens for row in rows), self.flops(rows)],
             dtype=torch.float64,
         )
+        sums *= self.world.is_counted
         forwards = torch.tensor([len(stack_rows(rows, self.recipe.seq_len))])
         dist.all_reduce(sums)
         dist.all_reduce(forwards, op=dist.ReduceOp.MAX)
@@ -148,7 +150,7 @@ class Core:
             batch.input_ids, batch.position_ids, batch.predictors, batch.targets, batch.temperatures
         )
         loss, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
-        (loss * self.world.size).backward()  # FSDP averages gradients over ranks; the loss is a sum
+        loss.backward()  # each rank's part of a sum: gradients are summed over ranks too
         tally.add("loss/total", loss.detach(), 1)
         for name, (total, count) in extra.items():
             tally.add(name, total, count)

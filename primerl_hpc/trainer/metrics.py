@@ -16,8 +16,9 @@ from primerl_hpc.trainer.losses.components import mismatch_kl
 class Tally:
     """Names must be the same on all ranks after each step; those seen on one rank only count as 0 elsewhere."""
 
-    def __init__(self, names: list[str], device: torch.device) -> None:
-        self.names = names
+    def __init__(self, names: list[str], device: torch.device, *, is_counted: bool = True) -> None:
+        """``is_counted`` is false on ranks whose tokens another rank counts already."""
+        self.names, self.is_counted = names, is_counted
         self.index = {name: position for position, name in enumerate(names)}
         self.values = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
 
@@ -28,6 +29,7 @@ class Tally:
 
     def reduce(self) -> dict[str, tuple[float, float]]:
         """(sum, count) per name over all ranks. Collective."""
+        self.values *= self.is_counted
         dist.all_reduce(self.values)
         return {
             name: (total, count)

@@ -1,35 +1,32 @@
 """The policy: an HF causal LM from a folder, sharded by FSDP2, with our log-probability head on top.
 
-Built on the meta device, sharded, then filled: each rank reads from the safetensors files only the rows it owns.
-Mixture-of-experts files hold one tensor per expert while the model holds them fused; transformers' own conversion
-is applied per fused tensor, so at most one of those is whole in a rank's memory.
+Built on the meta device, sharded, then filled by `load_weights`: no rank ever holds the whole model.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
-from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.recipe.schema import Model as ModelBlock
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.training_schema import Trainer
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
-from primerl_hpc.trainer.setup import World
+from primerl_hpc.trainer.load import load_weights
+from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention
+from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
+from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
+from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -40,9 +37,10 @@ UNSHARDED_GRAD_BYTES = 2 << 30
 class Policy(nn.Module):
     """FSDP root around an HF causal LM, so that the head's weight is gathered when `forward` uses it."""
 
-    def __init__(self, hf: nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, hf: nn.Module, chunk_tokens: int, attention: str, context: Context) -> None:
         super().__init__()
         self.hf, self.chunk_tokens = hf, chunk_tokens
+        self.attention, self.context = attention, context
 
     def forward(
         self,
@@ -54,14 +52,29 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """ids and positions [B, N]; predictors, targets, temperatures [T] → log π [T], entropy [T], float32.
 
-        No attention mask and no cache: transformers then keeps attention inside each run of positions.
+        Ranks that share a sequence all get the whole of it, and give the whole of it.
         """
+        packing = make_packing(position_ids, self.context, self.attention)
         hidden = self.hf.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
+            input_ids=pad(input_ids, self.context)[:, packing.own],
+            position_ids=packing.positions[:, packing.own],
+            use_cache=False,
+            packing=packing,
         ).last_hidden_state
-        hidden = hidden.flatten(0, 1)[predictors]
         weight = self.hf.get_output_embeddings().weight
-        return ChunkedLogprob.apply(hidden, weight, targets, temperatures, self.chunk_tokens)
+        if self.context.size == 1:
+            hidden = hidden.flatten(0, 1)[predictors]
+            return ChunkedLogprob.apply(hidden, weight, targets, temperatures, self.chunk_tokens)
+        share = Share(packing, predictors, length=input_ids.shape[1])
+        logprobs, entropies = ChunkedLogprob.apply(
+            hidden.flatten(0, 1)[share.predictors],
+            weight,
+            targets[share.mine],
+            temperatures[share.mine],
+            self.chunk_tokens,
+        )
+        logprobs, entropies = share.gather(torch.stack([logprobs, entropies], 1)).unbind(1)
+        return logprobs, entropies.detach()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and persistent buffers by their HF names; tied ones once."""
@@ -101,15 +114,18 @@ def model_folder(model_path: str, world: World) -> Path:
 def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
     """Meta init, checkpointing, compile, FSDP2, load. Weights are float32; see `Trainer.param_dtype`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
+    register_attention()
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=choose_attention(recipe.model, world.device),
+            attn_implementation=ATTENTION_NAME,
             trust_remote_code=recipe.model.trust_remote_code,
         )
     check_head(hf, recipe.model.name)
+    check_layers(config.get_text_config(), recipe.model.name)
     hf.train()
+    experts = spread(hf, recipe, world)
     blocks = decoder_blocks(hf)
     if recipe.trainer.activation_checkpointing == "full":
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -117,35 +133,72 @@ def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
         for block in blocks:
             block.compile()
     chunk = recipe.trainer.head_chunk_tokens
-    policy = Policy(
-        hf, auto_chunk_tokens(hf.get_output_embeddings().weight.shape[0]) if chunk == "auto" else chunk
-    )
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtypes[recipe.trainer.param_dtype],
-        reduce_dtype=dtypes[recipe.trainer.reduce_dtype],
-        cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
-    )
-    for block in blocks:
-        fully_shard(
-            block,
-            mesh=world.mesh,
-            mp_policy=precision,
-            reshard_after_forward=recipe.trainer.reshard_after_forward,
-        )
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    if chunk == "auto":
+        chunk = auto_chunk_tokens(hf.get_output_embeddings().weight.shape[0])
+    attention = choose_attention(recipe.model, config, world.device)
+    context = make_context(recipe.layout.trainer, config.get_text_config(), world)
+    policy = Policy(hf, chunk, attention, context)
+    shard(policy, blocks, experts, recipe.trainer, world)
     policy.to_empty(device=world.device)
     init_buffers(hf)
-    load_weights(policy, folder, world)
+    load_weights(policy, folder)
     return policy
 
 
-def choose_attention(block: ModelBlock, device: torch.device) -> str:
+def spread(hf: nn.Module, recipe: Recipe, world: World) -> DeviceMesh | None:
+    """Expert parallelism, where the layout and the model ask for it: the experts' mesh, or None."""
+    degree = choose_expert_degree(recipe.layout.trainer, num_experts(hf), world)
+    if degree == 1:
+        return None
+    mesh = make_expert_mesh(world, degree)
+    spread_experts(hf, mesh["expert"], recipe.layout.trainer.expert_backend)
+    log.info("%d experts on each of %d ranks", num_experts(hf) // degree, degree)
+    return mesh
+
+
+def shard(
+    policy: Policy, blocks: list[nn.Module], experts: DeviceMesh | None, config: Trainer, world: World
+) -> None:
+    """FSDP: one group of weights per block, one more per block for experts with a mesh of their own, and the rest."""
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtypes[config.param_dtype],
+        reduce_dtype=dtypes[config.reduce_dtype],
+        cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
+    )
+    reshard = config.reshard_after_forward
+    groups: list[list[FSDPModule]] = []
+    for block in blocks:
+        inner = []
+        if experts is not None:
+            inner = expert_modules(block)
+            mesh = experts["replicate", "expert_shard"] if world.replicate > 1 else experts["expert_shard"]
+            for module in inner:
+                shard_experts(module, mesh, precision, reshard=reshard)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
+        groups.append([block, *inner])
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    for module in fsdp_modules(policy):
+        # summed, not averaged: losses are parts of a sum, and experts' gradients are sums over more ranks than reduce them
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if experts is not None:
+        # the wait for the all-to-all's sizes would hold back gathers that are issued only when their block begins
+        for group, following in pairwise(groups):
+            group[0].set_modules_to_forward_prefetch(following)
+            following[0].set_modules_to_backward_prefetch(group)
+
+
+def choose_attention(block: ModelBlock, config: PreTrainedConfig, device: torch.device) -> str:
+    """``auto``: flash attention where installed on a GPU, else sdpa where the model has it, else eager."""
     if block.attention != "auto":
         return block.attention
     from importlib.util import find_spec
 
-    return "flash_attention_2" if device.type == "cuda" and find_spec("flash_attn") else "sdpa"
+    if device.type == "cuda" and find_spec("flash_attn"):
+        return "flash_attention_2"
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
 
 
 def decoder_blocks(hf: nn.Module) -> list[nn.Module]:
@@ -155,6 +208,13 @@ def decoder_blocks(hf: nn.Module) -> list[nn.Module]:
             f"{type(hf).__name__} has no list of decoder layers: this architecture is not supported"
         )
     return list(layers)
+
+
+def check_layers(config: PreTrainedConfig, name: str) -> None:
+    """Layers that carry state along a row, or cut it into chunks, would mix the samples packed into it: refuse them."""
+    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ConfigError(f"model {name} has {min(odd)} layers, which this version does not train")
 
 
 def check_head(hf: nn.Module, name: str) -> None:
@@ -181,110 +241,17 @@ def init_buffers(hf: nn.Module) -> None:
             hf._init_weights(module)
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------
-
-
-def load_weights(policy: Policy, folder: Path, world: World) -> None:
-    """Copy each rank's rows out of the folder's safetensors files.
-
-    Raises DataError naming the first tensor that is missing, unreadable or of another shape.
-    """
-    targets = dict(policy.tensors())
-    files = weight_files(folder)
-    groups = group_sources(policy.hf, sorted(files))
-    missing = set(targets)
-    with ExitStack() as stack, torch.no_grad():
-        handles = {
-            path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(set(files.values()))
-        }
-        for target, (converter, sources) in groups.items():
-            if converter is None:
-                if target not in targets:
-                    continue  # a tied head, or a buffer of older versions
-                (source,) = [key for key, _ in sources]
-                copy_rows(targets[target], handles[files[source]].get_slice(source), target, folder, world)
-                missing.discard(target)
-                continue
-            for key, pattern in sources:
-                converter.add_tensor(target, key, pattern, handles[files[key]].get_tensor(key))
-            for name, value in converter.convert(target, model=policy.hf, config=policy.hf.config).items():
-                whole = value[0] if isinstance(value, list) else value
-                copy_rows(targets[name], whole, name, folder, world)
-                missing.discard(name)
-    if missing:
-        raise DataError(
-            f"{len(missing)} weights of {type(policy.hf).__name__} are in no file, e.g. {min(missing)}",
-            place=str(folder),
-        )
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name → file, from the index or by looking into every safetensors file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {key: folder / name for key, name in json.loads(index.read_text())["weight_map"].items()}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise DataError("no safetensors weights here", place=str(folder), mend="convert them to safetensors")
-    return found
-
-
-def group_sources(
-    hf: nn.Module, keys: list[str]
-) -> dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]]:
-    """Model tensor → (conversion or None, its file tensors with the pattern each matched)."""
-    transforms = get_model_conversion_mapping(hf)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    known = hf.state_dict()
-    groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
-    for key in sorted(keys, key=_natural):
-        target, pattern = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
-        if target not in known and key in known:
-            target, pattern = key, None
-        if pattern is None:
-            groups[target] = (None, [(key, "")])
-        else:
-            if target not in groups:
-                groups[target] = (deepcopy(by_pattern[pattern]), [])
-            groups[target][1].append((key, pattern))
-    return groups
-
-
-def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Sort key that counts: expert 2 before expert 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
-
-
-def copy_rows(target: Tensor, source: Any, name: str, folder: Path, world: World) -> None:
-    """Copy ``source`` (tensor or safetensors slice), or this rank's rows of it, into ``target``."""
-    shape = list(source.get_shape() if hasattr(source, "get_shape") else source.shape)
-    if shape != list(target.shape):
-        raise DataError(
-            f"{name} has shape {shape} in the file, {list(target.shape)} in the model", place=str(folder)
-        )
-    if not isinstance(target, DTensor):
-        target.copy_(source[...])
-        return
-    local = target.to_local()
-    # FSDP cuts dim 0 into chunks of ceil(rows / ranks), the last ones shorter or empty
-    chunk = -(-shape[0] // world.shard_mesh.size())
-    start = min(world.shard_mesh.get_local_rank() * chunk, shape[0])
-    local.copy_(source[start : start + local.shape[0]])
-
-
 def reshard(policy: Policy) -> None:
     """Give back gathered weights after a forward without backward.
 
     Until then the model's parameters are the gathered ones, which a later save would take for the shards.
     """
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(policy):
+        module.reshard()
+
+
+def fsdp_modules(policy: Policy) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
 def is_small(policy: Policy) -> bool:

@@ -47,7 +47,7 @@ def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) ->
 def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str, int]:
     recipe, world, watchdog = core.recipe, core.world, core.watchdog
     saved = start
-    receiver = FilesystemReceiver(run, world_size=world.size)
+    receiver = FilesystemReceiver(run, world_size=world.data_size)
     writer = MetricsWriter(run.metrics("trainer"))
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
@@ -94,7 +94,7 @@ def resume(run: RunDir, core: Core) -> int:
 
 def train_batch(core: Core, receiver: FilesystemReceiver, step: int) -> tuple[StepResult, float]:
     started = time.perf_counter()
-    received = receiver.receive(step, core.world.rank, timeout_s=LAG_S)
+    received = receiver.receive(step, core.world.data_rank, timeout_s=LAG_S)
     if received is None:
         raise RoleError(f"rank 0 sees batch {step}, rank {core.world.rank} does not after {LAG_S:.0f} s")
     info, rows = received

@@ -1,40 +1,19 @@
-"""Processes, device and mesh: the same code on CPUs with gloo and on GPUs with NCCL."""
+"""Processes and device: the same code on CPUs with gloo and on GPUs with NCCL."""
 
 from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import Recipe, TrainerLayout
+from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.trainer.parallel.mesh import World, make_world
 from primerl_hpc.trainer.watchdog import record_collectives
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among the trainer's ranks."""
-
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with HSDP
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        return self.mesh["shard"] if self.mesh.ndim > 1 else self.mesh
 
 
 def start_world(recipe: Recipe) -> World:
@@ -51,36 +30,15 @@ def start_world(recipe: Recipe) -> World:
     record_collectives()
     timeout = timedelta(seconds=recipe.timeouts.distributed_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout)
-    mesh = make_mesh(recipe.layout.trainer, dist.get_world_size(), device.type)
     if recipe.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, mesh)
-
-
-def make_mesh(layout: TrainerLayout, world_size: int, device_type: str) -> DeviceMesh:
-    check_layout(layout, world_size)
-    if layout.replicate == 1:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    shape = (layout.replicate, world_size // layout.replicate)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def check_layout(layout: TrainerLayout, world_size: int) -> None:
-    if layout.context_parallel != 1:
-        raise ConfigError(
-            f"layout.trainer.context_parallel {layout.context_parallel} is not supported by this version",
-            mend="set it to 1",
-        )
-    if layout.expert_parallel not in ("auto", 1):
-        raise ConfigError(
-            f"layout.trainer.expert_parallel {layout.expert_parallel} is not supported by this version",
-            mend="set it to 1 or auto: experts are then sharded like all other weights",
-        )
-    if world_size % layout.replicate:
-        raise ConfigError(
-            f"layout.trainer.replicate {layout.replicate} does not divide the {world_size} trainer ranks"
-        )
+    return make_world(
+        recipe.layout.trainer,
+        device,
+        local_rank=local_rank,
+        local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+    )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -54,13 +54,13 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     reporter, saver = Reporter(run, recipe.steps, world), Saver(run, core, SIDES)
     before: dict[str, float] = {}
     if validation is not None and recipe.sft.validation.at_start and not start:
-        before["val/initial_loss"], _ = core.evaluate(validation[world.rank :: world.size])
+        before["val/initial_loss"], _ = core.evaluate(validation[world.data_rank :: world.data_size])
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
         watchdog.beat(f"step {step}, reading its rows")
         batch = stream.next_batch()
         load_s = time.perf_counter() - started
-        result = core.train_step(step, batch.rows[world.rank :: world.size], [])
+        result = core.train_step(step, batch.rows[world.data_rank :: world.data_size], [])
         loss = result.metrics["loss/mean"]
         metrics = result.metrics | {
             "loss/perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
@@ -75,7 +75,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
         before = {}
         metrics.pop("mismatch_kl/all/mean", None)
         if validation is not None and step % recipe.sft.validation.interval == 0:
-            metrics["val/loss"], _ = core.evaluate(validation[world.rank :: world.size])
+            metrics["val/loss"], _ = core.evaluate(validation[world.data_rank :: world.data_size])
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")

@@ -159,7 +159,12 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
         (["layout.inference.nodes=2"], gpu_profile(4), ["1 engines", "idle"]),
         (["layout.trainer.replicate=3"], gpu_profile(1), ["3", "2 ranks"]),
         (["layout.orchestrator.place=cpu-partition"], gpu_profile(2), ["heterogeneous"]),
-        (["layout.trainer.context_parallel=2"], gpu_profile(2), ["context_parallel"]),
+        (["layout.trainer.context_parallel=3"], gpu_profile(2), ["context_parallel 3", "2 ranks"]),
+        (
+            ["layout.trainer={replicate: 2, expert_parallel: 4, ranks: 4}"],
+            gpu_profile(1),
+            ["expert_parallel 4", "the 2 ranks", "4 ranks / replicate 2"],
+        ),
     ],
 )
 def test_more_than_the_profile_has_is_refused_with_the_numbers(
@@ -169,6 +174,25 @@ def test_more_than_the_profile_has_is_refused_with_the_numbers(
         plan(tiny(*overrides), profile)
     for word in says:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "layout", "degree", "says"),
+    [
+        (2048, "{ranks: 8}", 1, None),
+        (65_536, "{ranks: 8}", 2, "leaves a rank 32,768 of a row's 65,536 tokens"),
+        (65_536, "{ranks: 6, replicate: 2}", 3, "replicate 2 × data 1 × context 3 = 6 ranks"),
+        (1_000_000, "{ranks: 8, replicate: 2}", 4, "250,000"),
+    ],
+)
+def test_auto_context_is_the_least_degree_with_which_a_row_fits(
+    seq_len: int, layout: str, degree: int, says: str | None
+) -> None:
+    recipe = tiny(f"seq_len={seq_len}", f"layout.trainer={layout}", "layout.trainer.context_parallel=auto")
+    made = plan(recipe, gpu_profile(nodes=2))
+    assert [phase.recipe.layout.trainer.context_parallel for phase in made.phases] == [degree, degree]
+    assert (says is None) == (not any("context" in note for note in made.notes))
+    assert says is None or any(says in note for note in made.notes)
 
 
 @given(

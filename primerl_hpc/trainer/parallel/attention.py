@@ -1,0 +1,158 @@
+"""The attention function that models call through transformers' attention interface: packed rows, shared or not.
+
+Masks come from the packing, not from the model's own code: some families (GPT-OSS in transformers 5.17) build theirs
+without looking at positions, and samples of one row then see each other. Queries, keys and values come as [B, heads, n, D] of
+this rank's n tokens.
+
+    alone     whole rows through sdpa, plain matrices ("eager"), or a flash kernel
+    ulysses   all-to-all: n tokens of all heads → all N tokens of some heads → as alone → back
+    ring      `ring_attention`
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.trainer.parallel.context import Context, Packing
+from primerl_hpc.trainer.parallel.dispatch import AllToAll
+from primerl_hpc.trainer.parallel.ring import ring_attention
+
+ATTENTION_NAME = "primerl_packed"
+
+
+def register_attention() -> None:
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    packing: Packing | None = None,
+    **_,
+) -> tuple[Tensor, None]:
+    """→ [B, n, heads, D_v]. ``s_aux`` [heads]: learned sinks, a logit in each head's denominator that no value belongs to."""
+    if packing is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not hand keyword arguments to its attention: "
+            "this model family cannot be trained on packed rows",
+            mend="set model.attention to flash_attention_2 on a GPU",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    context = packing.context
+    if context.style == "ring" and context.size > 1:
+        out, log_sums = ring_attention(query, key, value, packing, scale, sliding_window)
+        return with_sinks(out, log_sums, s_aux).transpose(1, 2), None
+    if context.size > 1:
+        key, value = (repeat_heads(each, context.size) for each in (key, value))
+        query, key, value = (to_heads(each, context) for each in (query, key, value))
+        if s_aux is not None:
+            s_aux = s_aux.chunk(context.size)[context.rank]
+    out = whole_rows(query, key, value, packing, scale, dropout, sliding_window, s_aux)
+    if context.size > 1:
+        out = to_tokens(out, context)
+    return out.transpose(1, 2), None
+
+
+def whole_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """All N tokens of some heads → [B, heads, N, D_v]."""
+    if packing.inner == "eager":
+        out, log_sums = ring_attention(query, key, value, packing.alone(), scale, window)
+        return with_sinks(out, log_sums, sinks)
+    if packing.inner != "sdpa":
+        return flash(query, key, value, packing, scale, dropout, window, sinks)
+    if sinks is not None:
+        raise ConfigError("sdpa has no attention sinks", mend="set model.attention to auto or eager")
+    mask = packing.mask(window)
+    key, value = (repeat_heads(each, query.shape[1]) for each in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
+    )
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Rows one after another, cut at the starts of samples, through the flash kernel that transformers finds."""
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    batch, _, length, width = query.shape
+    value_width = value.shape[-1]
+    value = F.pad(
+        value, (0, width - value_width)
+    )  # kernels want one width (multi-head latent attention has two)
+    bounds, longest = packing.bounds()
+    more = {} if sinks is None else {"s_aux": sinks.to(query.dtype)}
+    out = _flash_attention_forward(
+        *(each.transpose(1, 2).flatten(0, 1)[None] for each in (query, key, value)),
+        None,
+        query_length=batch * length,
+        is_causal=True,
+        dropout=dropout,
+        softmax_scale=scale,
+        sliding_window=window,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+        attn_implementation=packing.inner,
+        **more,
+    )
+    return out.view(batch, length, -1, width)[..., :value_width].transpose(1, 2)
+
+
+def with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over keys becomes softmax over keys and sink: out · e^L / (e^L + e^sink). [B, heads, n, D], [B, heads, n]."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(log_sums - sinks.float()[None, :, None])
+    return out * share[..., None].to(out.dtype)
+
+
+def repeat_heads(each: Tensor, size: int) -> Tensor:
+    """Key or value heads, each as often as it takes to have at least ``size`` of them."""
+    return each if each.shape[1] >= size else each.repeat_interleave(size // each.shape[1], 1)
+
+
+def to_heads(each: Tensor, context: Context) -> Tensor:
+    """All-to-all: [B, heads, n, D] of own tokens → [B, heads / size, N, D] of all."""
+    batch, heads, length, width = each.shape
+    size = context.size
+    rows = each.view(batch, size, heads // size, length, width).transpose(0, 1).contiguous()
+    rows = AllToAll.apply(rows, [1] * size, [1] * size, context.group)
+    return rows.permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * length, width)
+
+
+def to_tokens(each: Tensor, context: Context) -> Tensor:
+    """The way back: [B, heads / size, N, D] → [B, heads, n, D]."""
+    batch, heads, length, width = each.shape
+    size = context.size
+    rows = each.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4).contiguous()
+    rows = AllToAll.apply(rows, [1] * size, [1] * size, context.group)
+    return rows.transpose(0, 1).reshape(batch, size * heads, length // size, width)

@@ -1,0 +1,214 @@
+"""Trains tiny models under many layouts, on ranks that are forked from one process which has imported everything.
+
+    python -m tests.e2e.parallel_ranks FOLDER      # FOLDER/cases.json → FOLDER/<case>.safetensors and <case>.json
+
+Cases are groups of ranks in the order of the file. What a case may say is in `Case`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM  # noqa: F401 imported once, before the forks
+
+from primerl_hpc.common.errors import PrimerlError
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.trainer.checkpoint import load_checkpoint, save_checkpoint
+from primerl_hpc.trainer.core import build_core
+from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.parallel.mesh import make_world
+from primerl_hpc.trainer.watchdog import Watchdog
+from primerl_hpc.transport.rollouts import MicroBatch
+from tests.support import random_row
+
+STEPS, ROWS, SEQ_LEN = 3, 8, 64
+
+
+class Case(TypedDict, total=False):
+    name: str
+    model: str
+    ranks: int
+    layout: dict[str, Any]  # layout.trainer
+    trainer: dict[str, Any]
+    loss: dict[str, Any]
+    seq_len: int  # 4096: every row is a forward of its own
+    is_supervised: bool
+    is_large: bool  # as if gradients were too large to stay whole
+    is_counted: bool  # count collectives of the last step
+    is_exported: bool
+    save_to: str  # a run directory that gets a checkpoint of step 2
+    resume_from: str  # train step 3 alone, from that checkpoint
+
+
+def batch(step: int, case: Case) -> list[MicroBatch]:
+    """Packed rows of random samples, whatever the layout."""
+    rng = np.random.default_rng(step)
+    rows = [random_row(rng, rng.integers(3, 22, 3).tolist()) for _ in range(ROWS)]
+    if case.get("is_supervised"):
+        for row in rows:
+            row.ce_weights, row.rl_weights = row.rl_weights, row.ce_weights
+    return rows
+
+
+def recipe_of(case: Case) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "kind": "rl",
+            "name": "parallel",
+            "model": {"name": case["model"], "dtype": "float32"},
+            "seq_len": case.get("seq_len", SEQ_LEN),
+            "max_steps": STEPS,
+            "environments": {"train": [{"id": "reverse-text"}]},
+            "rollouts": {"sampling": {"max_tokens": 12}},
+            "optimizer": {"type": "sgd", "lr": 0.5, "max_norm": 1.0},
+            "layout": {"trainer": case.get("layout", {})},
+            "loss": case.get("loss", {"type": "dppo"}),
+            "trainer": {"param_dtype": "float32", "activation_checkpointing": "none"}
+            | case.get("trainer", {}),
+        }
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().contiguous()
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation made. Views of a mapped file are not made: no one holds them."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if all(each.alias_info is None for each in func._schema.returns):
+            made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            made = [own(each) for each in made if not each.is_meta]
+            self.numel = max([self.numel, *(each.numel() for each in made)])
+        return out
+
+
+class Collectives(TorchDispatchMode):
+    """Calls of each collective, by c10d's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
+    recipe = recipe_of(case)
+    world = make_world(
+        recipe.layout.trainer, torch.device("cpu"), local_rank=dist.get_rank(), local_size=ranks
+    )
+    with LargestTensor() as loaded:
+        core = build_core(recipe, case["model"], world, watchdog)
+    core.small = core.small and not case.get("is_large")
+    gradients: dict[str, Tensor] = {}
+
+    def keep_first_gradients(*_) -> None:
+        if not gradients:
+            named = core.policy.hf.named_parameters()
+            gradients.update({f"gradient.{name}": whole(each.grad) for name, each in named})
+
+    core.optimizer.parts[0].register_step_pre_hook(keep_first_gradients)
+    start = 0
+    if "resume_from" in case:
+        start = 2
+        load_checkpoint(RunDir(folder / case["resume_from"]), core, start)
+    steps, counts = [], {}
+    for step in range(start + 1, STEPS + 1):
+        rows = batch(step, case)[world.data_rank :: world.data_size]
+        with Collectives() if case.get("is_counted") else nullcontext() as collectives:
+            steps.append(core.train_step(step, rows, []).metrics)
+        if collectives:
+            counts = collectives.counts
+        if "save_to" in case and step == 2:
+            save_checkpoint(RunDir(folder / case["save_to"]), core, step, ("trainer",))
+    if case.get("is_supervised"):
+        rows = batch(9, case)[world.data_rank :: world.data_size]
+        steps.append({"val/loss": core.evaluate(rows)[0]})
+    weights = {f"weight.{name}": whole(value) for name, value in core.policy.hf.named_parameters()}
+    if case.get("is_exported"):
+        run = RunDir(folder / f"{case['name']}-run")
+        export_weights(run, core.policy, 3, model_folder=core.folder, dtype="float32", world=world)
+    if world.is_leader:
+        save_file(gradients | weights, folder / f"{case['name']}.safetensors")
+        report = {
+            "steps": steps,
+            "collectives": counts,
+            "largest_loaded": loaded.numel,
+            "largest_own": max(own(value).numel() for value in core.policy.parameters()),
+        }
+        (folder / f"{case['name']}.json").write_text(json.dumps(report))
+
+
+def run_rank(rank: int, ranks: int, cases: list[Case], folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{cases[0]['name']}"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    watchdog = Watchdog(RunDir(folder / cases[0]["name"]), "trainer-0", rank=rank, size=ranks, timeout_s=600)
+    for case in cases:
+        try:
+            run_case(case, ranks, folder, watchdog)
+        except PrimerlError as error:
+            if rank == 0:
+                (folder / f"{case['name']}.json").write_text(json.dumps({"refused": str(error)}))
+    watchdog.rest()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_guarded(rank: int, ranks: int, cases: list[Case], folder: Path) -> None:
+    try:
+        run_rank(rank, ranks, cases, folder)
+    except BaseException:  # noqa: BLE001 the process ends here
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # peers in a collective see the connection close
+
+
+def main(folder: Path) -> int:
+    warnings.simplefilter("ignore")
+    context = multiprocessing.get_context("fork")
+    for ranks, group in groupby(json.loads((folder / "cases.json").read_text()), lambda case: case["ranks"]):
+        arguments = (ranks, list(group), folder)
+        children = [context.Process(target=run_guarded, args=(rank, *arguments)) for rank in range(ranks)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        if any(child.exitcode for child in children):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

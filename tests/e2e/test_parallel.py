@@ -1,0 +1,271 @@
+"""Every layout gives what one rank gives: losses, gradients, weights, exports, checkpoints. gloo, float32, tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
+from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
+from tests.support import ROOT  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
+REFERENCE = {f"{family}-1": {"model": family, "ranks": 1, "is_supervised": True} for family in FAMILIES}
+ONE_BY_ONE = {"seq_len": 4096}
+
+# fmt: off
+LAYOUTS: dict[str, dict[str, Any]] = {
+    # each axis alone; context with a loss over whole samples too
+    "shard-2": {"model": "qwen3", "ranks": 2},
+    "replicate-2": {"model": "qwen3", "ranks": 2, "layout": {"replicate": 2}},
+    **{f"{name}-expert-2": {"model": name, "ranks": 2, "layout": {"expert_parallel": 2}} for name in MOE},
+    "auto-2": {"model": "qwen3_moe", "ranks": 2},
+    **{
+        f"{name}-{style}-2": {
+            "model": name,
+            "ranks": 2,
+            "layout": {"context_parallel": 2, "context_style": style},
+            **({"loss": {"type": "gspo"}, "reference": "gspo-1"} if name == "llama" else {}),
+        }
+        for name in FAMILIES
+        for style in ("ulysses", "ring")
+    },
+    "supervised-ulysses-2": {
+        "model": "qwen3", "ranks": 2, "layout": {"context_parallel": 2}, "is_supervised": True, "reference": "qwen3-1",
+    },
+    # compositions
+    "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
+    "auto-3": {"model": "qwen3_moe", "ranks": 3},
+    "absent-deepep": {"model": "qwen3_moe", "ranks": 2, "layout": {"expert_parallel": 2, "expert_backend": "deepep"}},
+    "no-experts": {"model": "llama", "ranks": 2, "layout": {"expert_parallel": 2}},
+    "shard-2-expert-2": {"model": "gpt_oss", "ranks": 4, "layout": {"expert_parallel": 2}},
+    "replicate-2-expert-2": {
+        "model": "qwen3_moe",
+        "ranks": 4,
+        "layout": {"replicate": 2, "expert_parallel": 2},
+        "save_to": "saved",
+    },
+    "replicate-2-expert-4": {
+        "model": "qwen3_moe",
+        "ranks": 8,
+        "layout": {"replicate": 2, "expert_parallel": 4},
+        "resume_from": "saved",
+    },
+    "replicate-2-shard-2-expert-2": {
+        "model": "qwen3_moe",
+        "ranks": 8,
+        "layout": {"replicate": 2, "expert_parallel": 2},
+        "trainer": {"activation_checkpointing": "full"},
+    },
+    "ulysses-3-of-4-heads": {
+        "model": "qwen3", "ranks": 3, "layout": {"context_parallel": 3, "context_style": "ulysses"},
+    },
+    "context-3-by-ring": {"model": "qwen3", "ranks": 3, "layout": {"context_parallel": 3}},
+    "ulysses-4-of-2-key-heads": {"model": "qwen3", "ranks": 4, "layout": {"context_parallel": 4}},
+    "ring-2-replicate-2": {
+        "model": "qwen3", "ranks": 4, "layout": {"context_parallel": 2, "context_style": "ring", "replicate": 2},
+    },
+    "ulysses-2-expert-4": {
+        "model": "deepseek_v3", "ranks": 4, "layout": {"context_parallel": 2, "expert_parallel": 4},
+    },
+    "ring-4-expert-2": {
+        "model": "gpt_oss", "ranks": 4,
+        "layout": {"context_parallel": 4, "context_style": "ring", "expert_parallel": 2},
+    },
+    "replicate-2-ulysses-2-expert-2": {
+        "model": "glm4_moe", "ranks": 8, "layout": {"replicate": 2, "context_parallel": 2, "expert_parallel": 2},
+    },
+    "replicate-2-shard-2-ring-2-expert-4": {
+        "model": "qwen3_moe", "ranks": 8,
+        "layout": {"replicate": 2, "context_parallel": 2, "context_style": "ring", "expert_parallel": 4},
+        "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
+    },
+    "expert-8": {"model": "qwen3_moe", "ranks": 8, "layout": {"expert_parallel": 8}, "is_exported": True},
+    # accumulation and gathers
+    "small": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True},
+    "large": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True, "is_large": True},
+    "kept": {
+        "model": "qwen3",
+        "ranks": 2,
+        **ONE_BY_ONE,
+        "is_counted": True,
+        "trainer": {"reshard_after_forward": False},
+    },
+    "large-replicated": {
+        "model": "qwen3_moe",
+        "ranks": 4,
+        "layout": {"replicate": 2, "expert_parallel": 2},
+        **ONE_BY_ONE,
+        "is_counted": True,
+        "is_large": True,
+    },
+    "one-rank-from-expert-2": {"model": "qwen3_moe", "ranks": 1, "resume_from": "saved"},
+}
+# fmt: on
+REFUSED = {
+    "expert-3-of-8": "expert_parallel 3 does not divide the model's 8 experts",
+    "absent-deepep": "DeepEP is not installed here",
+    "no-experts": "expert_parallel is 2, but the model has no experts",
+    "ulysses-3-of-4-heads": "4 attention heads and 2 key-value heads must be shared out among 3 ranks",
+}
+
+
+@dataclass
+class Results:
+    folder: Path
+
+    def report(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return load_file(self.folder / f"{name}.safetensors")
+
+
+def cases(folder: Path) -> list[Case]:
+    """References of RL and of SFT first, then the layouts by number of ranks, in their order within it; last what resumes."""
+    named: dict[str, dict[str, Any]] = {}
+    for name, case in REFERENCE.items():
+        named[name] = case
+    for family in FAMILIES:
+        named[f"{family}-rl"] = {"model": family, "ranks": 1}
+    named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
+    is_last = [name for name, case in LAYOUTS.items() if case["ranks"] == 1]
+    for name in sorted(LAYOUTS, key=lambda name: (name in is_last, LAYOUTS[name]["ranks"])):
+        named[name] = LAYOUTS[name]
+    return [{"name": name, **case, "model": str(folder / case["model"])} for name, case in named.items()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Results:
+    folder = tmp_path_factory.mktemp("parallel")
+    for family in FAMILIES:
+        make_family(family, folder / family)
+    (folder / "cases.json").write_text(json.dumps(cases(folder)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.parallel_ranks", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-6000:]}"
+    return Results(folder)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Each tensor to 1e-5 of its norm."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in REFUSED])
+def test_losses_gradients_and_weights_equal_those_of_one_rank(results, name):
+    case = LAYOUTS[name]
+    reference = case.get("reference", f"{case['model']}-rl")
+    found, expected = results.tensors(name), results.tensors(reference)
+    steps, expected_steps = results.report(name)["steps"], results.report(reference)["steps"]
+    if "resume_from" in case:  # its first gradients are those of step 3
+        expected_steps = expected_steps[2:]
+        found, expected = (
+            {key: value for key, value in each.items() if key.startswith("weight")}
+            for each in (found, expected)
+        )
+    assert_close(found, expected)
+    for metrics, expected_metrics in zip(steps, expected_steps, strict=True):
+        for key, value in expected_metrics.items():
+            if not key.startswith(("perf/", "time/")):
+                assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-8), key
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(results, name):
+    assert REFUSED[name] in results.report(name)["refused"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_as_plain_transformers_does(results, family):
+    """Cross-entropy of unpacked samples through the unsharded model, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(results.folder / family, attn_implementation=attention)
+    total, count = torch.zeros(()), 0
+    for row in batch(1, REFERENCE[f"{family}-1"]):
+        start = 0
+        for length in row.sample_lengths.tolist():
+            ids = torch.from_numpy(row.input_ids[start : start + length])
+            is_trained = torch.from_numpy(row.ce_weights[start : start + length])[1:] != 0
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+            total, count = total - logprobs[is_trained].sum(), count + int(is_trained.sum())
+            start += length
+    loss = total / count
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert results.report(f"{family}-1")["steps"][0]["loss/mean"] == pytest.approx(loss.item(), rel=1e-5)
+    tensors = results.tensors(f"{family}-1")
+    for name, parameter in model.named_parameters():
+        difference = (tensors[f"gradient.{name}"] - parameter.grad).norm()
+        assert difference <= 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize("name", [name for name, case in LAYOUTS.items() if case.get("is_exported")])
+def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results, name):
+    from transformers import AutoModelForCausalLM
+
+    from primerl_hpc.common.rundir import RunDir
+
+    folder = RunDir(results.folder / f"{name}-run").weights_step(3)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(load_file(results.folder / LAYOUTS[name]["model"] / "model.safetensors"))
+    attention = "eager" if LAYOUTS[name]["model"] == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    tensors = results.tensors(name)
+    for key, value in model.named_parameters():
+        assert torch.equal(value, tensors[f"weight.{key}"]), key
+
+
+@pytest.mark.parametrize("name", ["shard-2", "expert-8", "auto-3"])
+def test_no_rank_holds_more_of_a_tensor_than_its_own_part_while_loading(results, name):
+    report = results.report(name)
+    assert report["largest_loaded"] <= report["largest_own"]
+    whole = max(value.numel() for value in results.tensors(name).values())
+    assert report["largest_own"] < whole
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "scatters"),
+    [("small", 4 * 5, 3), ("large", 4 * 5, 4 * 3), ("kept", 4 * 3, 3)],
+)
+def test_collectives_of_a_step_of_four_forwards(results, name, gathers, scatters):
+    """Three groups of weights, two of them gathered again for backward. Gradients of small models are reduced once."""
+    counts = results.report(name)["collectives"]
+    assert counts["_allgather_base_"] == gathers
+    assert counts["_reduce_scatter_base_"] == scatters
+
+
+def test_copies_are_averaged_once_a_step(results):
+    """Two forwards; of the five groups of weights, the experts' two are not cut within a copy and need no scatter."""
+    counts = results.report("large-replicated")["collectives"]
+    assert counts["_reduce_scatter_base_"] == 2 * 3
+    totals_and_norm = results.report("large")["collectives"]["allreduce_"]
+    assert (
+        counts["allreduce_"] == totals_and_norm + 5 + 2
+    )  # the experts' norm is summed over both axes of their mesh
