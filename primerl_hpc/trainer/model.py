@@ -147,7 +147,9 @@ def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
 
 def spread(hf: nn.Module, recipe: Recipe, world: World) -> DeviceMesh | None:
     """Expert parallelism, where the layout and the model ask for it: the experts' mesh, or None."""
-    degree = choose_expert_degree(recipe.layout.trainer, num_experts(hf), world)
+    degree = choose_expert_degree(
+        recipe.layout.trainer, num_experts(hf), shard=world.shard_mesh.size(), local=world.local_size
+    )
     if degree == 1:
         return None
     mesh = make_expert_mesh(world, degree)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,9 +18,12 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from primerl_hpc.common.metrics import read_steps  # noqa: E402
+from primerl_hpc.common.names import Role  # noqa: E402
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
+from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
-from tests.support import ROOT  # noqa: E402
+from tests.support import ROOT, make_tiny_model, run_role  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -269,3 +273,40 @@ def test_copies_are_averaged_once_a_step(results):
     assert (
         counts["allreduce_"] == totals_and_norm + 5 + 2
     )  # the experts' norm is summed over both axes of their mesh
+
+
+# -- the roles, wired to the recipe --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_experts(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=60, hidden=32, experts=4)
+
+
+def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_path):
+    """Batches are cut for data ranks: two ranks that share every row read the same file."""
+    model = tiny_experts / "model"
+    runs = []
+    for ranks, layout in ((1, {}), (2, {"context_parallel": 2, "expert_parallel": 2})):
+        recipe = rl_recipe(model, max_steps=2, layout={"trainer": layout}, checkpoint={"at_end": False})
+        run = make_run(tmp_path / str(ranks), recipe, model, ranks=ranks)
+        send(run, (1, 2), ranks=1)
+        code, log = run_role(run, "main", "trainer-0")
+        assert code == 0, log
+        runs.append(run)
+    np.testing.assert_allclose(curve(runs[1]), curve(runs[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_sft_with_rows_shared_in_a_ring_is_sft_on_one_rank(tiny_experts, tmp_path):
+    names = ("loss/mean", "optim/grad_norm", "progress/total_samples", "progress/num_tokens")
+    runs = []
+    for ranks, layout in ((1, {}), (2, {"context_parallel": 2, "context_style": "ring"})):
+        recipe = sft_recipe(tiny_experts, max_steps=2, layout={"trainer": layout})
+        recipe["sft"]["validation"]["interval"] = 2
+        run = make_run(tmp_path / str(ranks), recipe, tiny_experts / "model", ranks=ranks, role=Role.SFT)
+        code, log = run_role(run, "main", "sft-0")
+        assert code == 0, log
+        runs.append(run)
+    np.testing.assert_allclose(curve(runs[1], "sft", *names), curve(runs[0], "sft", *names), rtol=1e-5)
+    losses = [read_steps(run.metrics("sft"))[2]["val/loss"] for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -28,6 +28,7 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
+@torch.compiler.disable  # kernels and collectives; its bookkeeping is not for a graph
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -48,10 +48,17 @@ class Context:
 
 
 def make_context(layout: TrainerLayout, config: Any, world: World) -> Context:
-    """``config``: the model's text config. Raises ConfigError, with the numbers, where it cannot be shared so."""
-    size = world.context_size
-    if size == 1:
+    """``config``: the model's text config."""
+    mesh = world.context_mesh
+    if mesh is None:
         return Context()
+    return Context(
+        choose_style(layout, config, mesh.size()), mesh.get_local_rank(), mesh.size(), mesh.get_group()
+    )
+
+
+def choose_style(layout: TrainerLayout, config: Any, size: int) -> str:
+    """How ``size`` ranks share a row. Raises ConfigError, with the numbers, where the model cannot be shared so."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         raise ConfigError(
@@ -68,11 +75,9 @@ def make_context(layout: TrainerLayout, config: Any, world: World) -> Context:
             f"{kv_heads} key-value heads must be shared out among {size} ranks",
             mend="set layout.trainer.context_style to ring",
         )
-    style = layout.context_style
-    if style == "auto":
-        style = "ulysses" if divides else "ring"
-    assert world.context_mesh is not None
-    return Context(style, world.context_mesh.get_local_rank(), size, world.context_mesh.get_group())
+    if layout.context_style != "auto":
+        return layout.context_style
+    return "ulysses" if divides else "ring"
 
 
 @dataclass

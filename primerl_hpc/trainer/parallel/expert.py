@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -83,6 +84,7 @@ def shard_dim(shape: list[int], ranks: int) -> int:
     )
 
 
+@torch.compiler.disable  # how many tokens go where is known only as it runs
 def forward_experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The experts interface's function. [N, H], [N, k], [N, k] → [N, H]."""
     received = module.dispatcher.dispatch(hidden, index, weights)

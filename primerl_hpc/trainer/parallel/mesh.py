@@ -92,16 +92,17 @@ def context_degree(layout: TrainerLayout) -> int:
     return 1 if layout.context_parallel == "auto" else layout.context_parallel
 
 
-def choose_expert_degree(layout: TrainerLayout, num_experts: int, world: World) -> int:
+def choose_expert_degree(layout: TrainerLayout, num_experts: int, *, shard: int, local: int) -> int:
     """Ranks that share the experts of a model with ``num_experts`` (0: dense).
+
+    ``shard``: ranks that share one copy of the model; ``local``: ranks on a node.
 
     ``auto``: the largest number that divides experts and sharding ranks, at most a node's ranks and
     `MAX_AUTO_EXPERT_RANKS`. Raises ConfigError, with the numbers, where the asked degree does not fit the model.
     """
     asked = layout.expert_parallel
-    shard = world.shard_mesh.size()
     if asked == "auto":
-        most = min(shard, world.local_size, MAX_AUTO_EXPERT_RANKS, num_experts)
+        most = min(shard, local, MAX_AUTO_EXPERT_RANKS, num_experts)
         return max((d for d in range(1, most + 1) if num_experts % d == 0 and shard % d == 0), default=1)
     if asked > 1 and num_experts == 0:
         raise ConfigError(
