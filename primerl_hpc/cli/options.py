@@ -27,8 +27,8 @@ def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None
         changes.append(f"scheduler.{param.name}={value}")
 
 
-def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--profile P``, ``--profile-set k=v`` and the flags of the most usual keys, e.g. ``--time``."""
+def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--profile-set k=v`` and the flags of the most usual keys, e.g. ``--time``; `job_changes` has what they said."""
     for name in reversed(_JOB_OPTIONS):
         flag = click.option(
             f"--{name}", callback=_note_change, expose_value=False, help=f"scheduler.{name} of the profile."
@@ -42,10 +42,20 @@ def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
         expose_value=False,
         help="Override a key of the profile; repeatable.",
     )
+    return change(function)
+
+
+def job_changes() -> list[str]:
+    """The changes of this command line in the profile, as ``key=value``; later ones win."""
+    return list(click.get_current_context().meta.get(_CHANGES, ()))
+
+
+def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--profile P`` and the `job_options`."""
     choose = click.option(
         "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
     )
-    return choose(change(function))
+    return choose(job_options(function))
 
 
 set_option = click.option(
@@ -79,7 +89,7 @@ def load_chosen_profile(name: str) -> Any:
     """The profile with what this command line changes in it. Raises ConfigError, NotFoundError."""
     from primerl_hpc.cluster.load import load_profile
 
-    return load_profile(name, overrides=click.get_current_context().meta.get(_CHANGES, ()))
+    return load_profile(name, overrides=job_changes())
 
 
 def print_json(value: Any) -> None:

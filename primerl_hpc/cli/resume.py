@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import job_changes, job_options, json_option, print_json
+
+EPILOG = """\b
+Examples:
+  primerl-hpc resume my-run --follow
+  primerl-hpc resume my-run --time 12:00:00 --partition long
+"""
 
 
-@click.command("resume", epilog="Example:  primerl-hpc resume my-run --follow")
+@click.command("resume", epilog=EPILOG)
 @click.argument("run")
+@job_options
 @click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
 @json_option
 def command(run: str, follow: bool, as_json: bool) -> int:
     """Go on with RUN from its last complete checkpoint."""
     from primerl_hpc.common.registry import find_run
-    from primerl_hpc.launch.submit import resume_run
+    from primerl_hpc.launch.submit import change_job, resume_run
     from primerl_hpc.observe.follow import follow_run
 
     found = find_run(run)
     step = found.latest_checkpoint()
+    if changes := job_changes():
+        change_job(found, changes)
     submitted = resume_run(found)
     if as_json:
         print_json(

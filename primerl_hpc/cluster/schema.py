@@ -138,6 +138,7 @@ class Scheduler(Block):
     wckey: OneLine | None = None
     """Workload key, where a site accounts by it."""
     comment: OneLine | None = None
+    """Any text; squeue and sacct show it, some sites account by it."""
     mail_type: tuple[MailType, ...] = ()
     """When SLURM writes to ``mail_user``: ``[END, FAIL, TIME_LIMIT_90]``."""
     mail_user: OneLine | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primerl_hpc.cluster.load import LoadedProfile
-from primerl_hpc.common.errors import OccupiedError, PrimerlError
-from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.cluster.load import LoadedProfile, load_profile
+from primerl_hpc.common.errors import ConfigError, OccupiedError, PrimerlError
+from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.lock import is_owner_alive, is_owner_over
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import register_run
@@ -20,6 +21,8 @@ from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_s
 from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
+
+_OF_THE_PLAN = frozenset(("scheduler.type", "scheduler.srun_extra"))
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,38 @@ def resume_run(run: RunDir) -> Submitted:
     Raises OccupiedError when it runs or waits in the queue, or is done.
     """
     plan = load_plan(run)
-    owner = read_json_or_none(run.supervisor_lock)
-    if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
-        raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
+    check_not_running(run)
     state = read_json_or_none(run.state) or {}
     if state.get("state") == RunState.DONE:
         raise OccupiedError("this run is done", place=str(run.root), mend="submit a new one to train further")
     register_run(run)
     return _queue(run, plan)
+
+
+def change_job(run: RunDir, changes: Sequence[str]) -> None:
+    """Write the script anew with changes in the profile's ``scheduler`` (``scheduler.time=60``); the plan stays.
+
+    Raises ConfigError for a change of anything else, OccupiedError while the run goes on.
+    """
+    plan = load_plan(run)
+    check_not_running(run)
+    for text in changes:
+        key = text.partition("=")[0].strip()
+        if not key.startswith("scheduler.") or key in _OF_THE_PLAN:
+            raise ConfigError(
+                f"{key} cannot change between attempts: the plan was made with it",
+                mend="what sbatch is asked can: scheduler.time, scheduler.partition, …; or submit anew",
+            )
+    profile = load_profile(str(run.profile), overrides=changes, environ={})
+    write_text(job_script(run), make_script(plan, profile), mode=0o755)
+    write_text(run.profile, profile.text)
+
+
+def check_not_running(run: RunDir) -> None:
+    """Raises OccupiedError when a supervisor works on the run."""
+    owner = read_json_or_none(run.supervisor_lock)
+    if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
+        raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
 
 
 def _queue(run: RunDir, plan: Plan) -> Submitted:

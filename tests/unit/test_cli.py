@@ -160,6 +160,23 @@ def test_slurm_without_slurm_is_refused_and_leaves_no_run_directory(folder: Path
     assert not (folder / "run").exists()
 
 
+def test_resume_may_ask_sbatch_for_something_else_and_for_nothing_that_the_plan_holds(
+    folder: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\nscheduler: {partition: gpu}\n")
+    primerl("submit", "recipe.yaml", "-p", str(profile), "--dry-run", "--run-dir", "run", cwd=folder)
+    before = tree(folder / "run")
+    done = primerl("resume", "run", "--profile-set", "node.gpus=4", cwd=folder)
+    assert done.returncode == ExitCode.CONFIG and "node.gpus cannot change" in done.stderr
+    assert tree(folder / "run") == before
+    done = primerl("resume", "run", "--time", "12:00:00", cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.UNAVAILABLE  # no SLURM here: what it would be asked is written
+    script = (folder / "run" / "launch" / "job.sbatch").read_text()
+    assert "#SBATCH --time=12:00:00\n" in script and "#SBATCH --partition=gpu\n" in script
+    assert "12:00:00" in (folder / "run" / "profile.yaml").read_text()
+
+
 def test_render_does_not_overwrite_another_script(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "job.sbatch").write_text("mine\n")

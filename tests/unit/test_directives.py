@@ -13,6 +13,7 @@ from primerl_hpc.cluster.schema import Profile, Scheduler
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.recipe.explain import field_doc
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_job
 from tests.sbatch import read_directives
@@ -77,6 +78,7 @@ def test_every_key_becomes_its_option() -> None:
 def test_no_key_of_the_scheduler_is_forgotten() -> None:
     other = {"type", "gpu_request", "gpu_type", "extra", "srun_extra"}
     assert set(OPTION_OF_KEY) | other == set(Scheduler.model_fields)
+    assert all(field_doc(Scheduler, name) for name in Scheduler.model_fields)
 
 
 @pytest.mark.parametrize(
