@@ -32,10 +32,11 @@ from transformers import AutoModelForCausalLM  # noqa: F401 imported once, befor
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.trainer.checkpoint import load_checkpoint, save_checkpoint
+from primerl_hpc.trainer.checkpoint import load_checkpoint
 from primerl_hpc.trainer.core import build_core
 from primerl_hpc.trainer.export import export_weights
 from primerl_hpc.trainer.parallel.mesh import make_world
+from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch
 from tests.support import random_row
@@ -151,7 +152,10 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
         if collectives:
             counts = collectives.counts
         if "save_to" in case and step == 2:
-            save_checkpoint(RunDir(folder / case["save_to"]), core, step, ("trainer",))
+            saver = Saver(RunDir(folder / case["save_to"]), core, ("trainer",))
+            saver.save(step)  # on its way while step 3 is trained
+    if "save_to" in case:
+        saver.finish()
     if case.get("is_supervised"):
         rows = batch(9, case)[world.data_rank :: world.data_size]
         steps.append({"val/loss": core.evaluate(rows)[0]})

@@ -55,6 +55,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
     "absent-deepep": {"model": "qwen3_moe", "ranks": 2, "layout": {"expert_parallel": 2, "expert_backend": "deepep"}},
+    "compiled-ulysses-2-expert-2": {
+        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
+    },
     "no-experts": {"model": "llama", "ranks": 2, "layout": {"expert_parallel": 2}},
     "shard-2-expert-2": {"model": "gpt_oss", "ranks": 4, "layout": {"expert_parallel": 2}},
     "replicate-2-expert-2": {

@@ -105,10 +105,12 @@ class Packing:
 
     def visible(self, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
         """Which keys each query sees: its own sample's, not later ones, at most ``window`` of them. [B, n], [n] → bool [B, n, m]."""
-        before = self.positions[:, queries, None] - self.positions[:, None, keys]
-        same = self.documents[:, queries, None] == self.documents[:, None, keys]
-        seen = same & (before >= 0)
-        return seen if window is None else seen & (before < window)
+        query_positions, key_positions = self.positions[:, queries, None], self.positions[:, None, keys]
+        seen = self.documents[:, queries, None] == self.documents[:, None, keys]
+        seen &= query_positions >= key_positions
+        if window is not None:
+            seen &= query_positions - window < key_positions
+        return seen
 
     def sees(self, source: int, window: int | None) -> bool:
         """Whether any of this rank's queries sees a key of rank ``source``."""

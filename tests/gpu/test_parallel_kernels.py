@@ -1,0 +1,69 @@
+"""What only GPUs can show of the trainer's parallelism: flash kernels under our attention function, DeepEP under our dispatcher."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from primerl_hpc.trainer.parallel.attention import whole_rows  # noqa: E402
+from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
+from primerl_hpc.trainer.parallel.deepep import DeepEPDispatcher  # noqa: E402
+from primerl_hpc.trainer.parallel.dispatch import TorchDispatcher  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.mark.parametrize("inner", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_kernel_keeps_samples_of_a_row_apart(inner, window):
+    """Two packed rows in bfloat16 against plain matrices in float32."""
+    if inner.startswith("flash") and find_spec("flash_attn") is None:
+        pytest.skip("needs flash-attn")
+    torch.manual_seed(0)
+    lengths = [[100, 28], [1, 60, 67]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).cuda()
+    shapes = [(2, heads, 128, 64) for heads in (8, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    weights = torch.randn(shapes[0], device="cuda")
+
+    def run(kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        packing = Packing(Context(), positions, kind)
+        out = whole_rows(*(each.to(dtype) for each in inputs), packing, 0.125, 0.0, window, None)
+        return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
+
+    for found, expected in zip(run(inner, torch.bfloat16), run("eager", torch.float32), strict=True):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(find_spec("deep_ep") is None, reason="needs DeepEP")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_deepep_carries_what_all_to_all_carries(tmp_path):
+    torch.multiprocessing.spawn(compare_dispatchers, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def compare_dispatchers(rank: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=dist.FileStore(str(Path(store)), 2), rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    hidden = torch.randn(50, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    index = torch.stack([torch.randperm(8, device="cuda")[:2] for _ in range(50)])
+    weights = torch.rand(50, 2, device="cuda", requires_grad=True)
+    results = []
+    for kind in (TorchDispatcher, DeepEPDispatcher):
+        dispatcher = kind(dist.group.WORLD, 4)
+        received = dispatcher.dispatch(hidden, index, weights)
+        scale = (received.weights * (received.index + 1)).sum(1, keepdim=True)
+        out = dispatcher.combine((received.hidden * scale).to(hidden.dtype), received)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (hidden, weights))])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=5e-2, atol=5e-2)
+    dist.destroy_process_group()
