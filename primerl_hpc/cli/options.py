@@ -64,6 +64,24 @@ set_option = click.option(
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )
+
+
+def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--chain N`` and ``--until-done``"""
+    chain = click.option(
+        "--chain",
+        "links",
+        type=click.IntRange(min=1),
+        default=1,
+        metavar="N",
+        help="Queue N jobs in a row; each goes on where the walltime ended the one before.",
+    )
+    until_done = click.option(
+        "--until-done", is_flag=True, help="At its walltime a job queues the next one, until the run is done."
+    )
+    return chain(until_done(function))
+
+
 run_argument = click.argument("run", required=False)
 
 

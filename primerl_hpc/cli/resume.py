@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from primerl_hpc.cli.options import job_changes, job_options, json_option, print_json
+from primerl_hpc.cli.options import chain_options, job_changes, job_options, json_option, print_json
 
 EPILOG = """\b
 Examples:
@@ -17,10 +17,12 @@ Examples:
 @click.argument("run")
 @job_options
 @click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
+@chain_options
 @json_option
-def command(run: str, follow: bool, as_json: bool) -> int:
+def command(run: str, follow: bool, links: int, until_done: bool, as_json: bool) -> int:
     """Go on with RUN from its last complete checkpoint."""
     from primerl_hpc.common.registry import find_run
+    from primerl_hpc.launch.chain import ChainRequest
     from primerl_hpc.launch.submit import change_job, resume_run
     from primerl_hpc.observe.follow import follow_run
 
@@ -28,7 +30,7 @@ def command(run: str, follow: bool, as_json: bool) -> int:
     step = found.latest_checkpoint()
     if changes := job_changes():
         change_job(found, changes)
-    submitted = resume_run(found)
+    submitted = resume_run(found, ChainRequest(links, until_done))
     if as_json:
         print_json(
             {"run": found.root.name, "run_dir": str(found.root), "job_id": submitted.job_id, "step": step}

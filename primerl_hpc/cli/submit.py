@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from primerl_hpc.cli.options import json_option, load_both, print_json, recipe_and_profile
+from primerl_hpc.cli.options import chain_options, json_option, load_both, print_json, recipe_and_profile
 
 EPILOG = """\b
 Examples:
@@ -14,6 +14,7 @@ Examples:
   primerl-hpc submit my.yaml -p h100x64 --set max_steps=200 --dry-run
   primerl-hpc submit my.yaml -p h100x64 --partition debug --time 30
   primerl-hpc submit my.yaml -p h100x64 --profile-set scheduler.exclude=n07
+  primerl-hpc submit my.yaml -p h100x64 --chain 5
 """
 
 
@@ -28,6 +29,7 @@ Examples:
     help="Check and show everything; with --run-dir also prepare it. Start nothing.",
 )
 @click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
+@chain_options
 @json_option
 def command(
     recipe: str,
@@ -36,20 +38,24 @@ def command(
     run_dir: Path | None,
     dry_run: bool,
     follow: bool,
+    links: int,
+    until_done: bool,
     as_json: bool,
 ) -> int:
     """Compile RECIPE for a cluster and start it."""
+    from primerl_hpc.launch.chain import ChainRequest
     from primerl_hpc.launch.submit import submit_run
 
     loaded, profile = load_both(recipe, profile_name, overrides)
+    chain = ChainRequest(links, until_done)
     if dry_run:
-        return _dry_run(loaded, profile, run_dir, as_json)
-    submitted = submit_run(loaded, profile, run_dir)
-    root = submitted.run.root
+        return _dry_run(loaded, profile, run_dir, chain, as_json)
+    submitted = submit_run(loaded, profile, run_dir, chain)
+    root, jobs = submitted.run.root, submitted.links or (submitted.job_id,)
     if as_json:
-        print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id})
+        print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id, "jobs": jobs})
     else:
-        click.echo(f"run {root.name} · job {submitted.job_id} ({submitted.plan.scheduler})")
+        click.echo(f"run {root.name} · job {' → '.join(jobs)} ({submitted.plan.scheduler})")
         click.echo(f"    {_shown(root)}")
     if follow:
         from primerl_hpc.observe.follow import follow_run
@@ -60,17 +66,19 @@ def command(
     return 0
 
 
-def _dry_run(loaded, profile, run_dir: Path | None, as_json: bool) -> int:  # type: ignore[no-untyped-def]
+def _dry_run(loaded, profile, run_dir: Path | None, chain, as_json: bool) -> int:  # type: ignore[no-untyped-def]
     from primerl_hpc.cli.plan import show_plan
     from primerl_hpc.common import env
+    from primerl_hpc.launch.chain import check_chain
     from primerl_hpc.launch.prepare import compile_for, job_script, make_script
     from primerl_hpc.launch.submit import prepare_run
 
     if run_dir is not None:
-        run, plan = prepare_run(loaded, profile, run_dir)
+        run, plan = prepare_run(loaded, profile, run_dir, chain)
         script, path = job_script(run).read_text(), job_script(run)
     else:
         plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+        check_chain(chain, plan)
         script, path = make_script(plan, profile), None
     if as_json:
         print_json(

@@ -15,14 +15,17 @@ from primerl_hpc.common.lock import is_owner_alive, is_owner_over
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import register_run
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.launch.chain import ChainRequest, check_chain, together
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
 from primerl_hpc.launch.sbatch import UnansweredError
+from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 
 _OF_THE_PLAN = frozenset(("scheduler.type", "scheduler.srun_extra"))
+ONE_JOB = ChainRequest()
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,15 @@ class Submitted:
     run: RunDir
     plan: Plan
     job_id: str
+    links: tuple[str, ...] = ()
+    """All jobs of a chain."""
 
 
-def prepare_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> tuple[RunDir, Plan]:
+def prepare_run(
+    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
+) -> tuple[RunDir, Plan]:
     """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
-    compile_for(loaded, profile, Path("/checked/before/anything/is/made"))
+    check_chain(chain, compile_for(loaded, profile, Path("/checked/before/anything/is/made")))
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
@@ -47,11 +54,13 @@ def prepare_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | No
     return run, plan
 
 
-def submit_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Submitted:
+def submit_run(
+    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
+) -> Submitted:
     """Prepare and queue. A refused submission leaves no run directory behind; an unanswered one keeps it."""
-    run, plan = prepare_run(loaded, profile, run_dir)
+    run, plan = prepare_run(loaded, profile, run_dir, chain)
     try:
-        return _queue(run, plan)
+        return _queue(run, plan, chain)
     except UnansweredError:
         raise  # its job may be in the queue, and needs its folder
     except PrimerlError:
@@ -59,18 +68,19 @@ def submit_run(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | Non
         raise
 
 
-def resume_run(run: RunDir) -> Submitted:
+def resume_run(run: RunDir, chain: ChainRequest = ONE_JOB) -> Submitted:
     """Queue the next attempt of a run that is not running.
 
     Raises OccupiedError when it runs or waits in the queue, or is done.
     """
     plan = load_plan(run)
+    check_chain(chain, plan)
     check_not_running(run)
     state = read_json_or_none(run.state) or {}
     if state.get("state") == RunState.DONE:
         raise OccupiedError("this run is done", place=str(run.root), mend="submit a new one to train further")
     register_run(run)
-    return _queue(run, plan)
+    return _queue(run, plan, chain)
 
 
 def change_job(run: RunDir, changes: Sequence[str]) -> None:
@@ -93,15 +103,36 @@ def change_job(run: RunDir, changes: Sequence[str]) -> None:
 
 
 def check_not_running(run: RunDir) -> None:
-    """Raises OccupiedError when a supervisor works on the run."""
+    """Raises OccupiedError when a supervisor works on the run, or a job that would do so waits in the queue."""
     owner = read_json_or_none(run.supervisor_lock)
     if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
         raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
+    job = read_json_or_none(run.job) or {}
+    own, facts = job.get("links") or [job.get("job_id")], JobWatcher().facts_of([run])
+    waiting = [link for link in own if link in facts and facts[link].is_waiting]
+    if waiting:
+        raise OccupiedError(
+            f"job {waiting[0]} of this run waits in the queue",
+            place=str(run.root),
+            mend=f"to start it anew: primerl-hpc cancel {run.root.name}",
+        )
 
 
-def _queue(run: RunDir, plan: Plan) -> Submitted:
+def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     # known before the job can start: which attempt it will be tells its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
-    job = submit_script(run, job_script(run), plan.scheduler)
-    write_json(run.job, {**job, "attempt": attempt, "submitted": round(time.time(), 3)})
-    return Submitted(run, plan, job["job_id"])
+    facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}
+    if not chain.is_chain:
+        job = submit_script(run, job_script(run), plan.scheduler)
+        write_json(run.job, {**job, **facts})
+        return Submitted(run, plan, job["job_id"])
+    with together() as jobs:
+        links = jobs.submit_links(run, job_script(run), chain.links)
+        job = {"scheduler": plan.scheduler, "job_id": links[0], **facts, "links": links}
+        write_json(run.job, {**job, "until_done": chain.is_until_done})
+    return Submitted(run, plan, links[0], tuple(links))
+
+
+def _earlier_jobs(run: RunDir) -> list[str]:
+    job = read_json_or_none(run.job) or {}
+    return [*job.get("earlier", ()), *(job.get("links") or [job["job_id"]])] if job else []

@@ -19,7 +19,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import RegisteredRun
 from primerl_hpc.common.rundir import RunDir, state_stamp
 from primerl_hpc.common.slurm import JobFact
-from primerl_hpc.observe.slurm import MAY_REQUEUE_S, JobWatcher, open_job_of
+from primerl_hpc.observe.slurm import MAY_REQUEUE_S, JobWatcher, open_jobs_of
 from primerl_hpc.observe.snapshot import is_of_job, real_state
 
 _ORDER = {
@@ -96,8 +96,8 @@ class Catalog:
                 run = RunDir(each.path)
                 open_runs.append((each, run, _read(run, stamp)))
         if self.jobs is not None:
-            asked = (open_job_of(files.state, files.job) for _, _, files in open_runs)
-            self.facts = self.jobs.facts(dict(job for job in asked if job is not None))
+            asked = [open_jobs_of(files.state, files.job) for _, _, files in open_runs]
+            self.facts = self.jobs.facts({job: told for each in asked for job, told in each.items()})
         memories = {}
         for each, run, files in open_runs:
             state, message = real_state(run, files.state, files.job, self.facts)

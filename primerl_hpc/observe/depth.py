@@ -90,7 +90,8 @@ class OneRun:
 
 def _where(snapshot: Snapshot) -> str:
     job, attempt = snapshot.job, f"attempt {snapshot.attempt}"
-    return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')})" if job else attempt
+    place = f", {job['place']}" if "place" in job else ""
+    return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')}){place}" if job else attempt
 
 
 def _numbers(snapshot: Snapshot) -> list[str]:

@@ -89,6 +89,8 @@ class Follower:
                 self.say(f"FAILED: {process}: {event.get('message')}")
             case "run_requeued":
                 self.say(f"back in the queue, goes on after step {event['after_step']}")
+            case "link_ended":
+                self.say(f"job {event['next_job']} goes on after step {event['after_step']}")
             case "run_stopped" | "run_cancelled" | "run_done":
                 self.say(event["event"].replace("_", " "))
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from primerl_hpc.common.chain import chain_of, open_links
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
@@ -40,7 +41,7 @@ class JobWatcher:
 
     def facts_of(self, runs: Iterable[RunDir]) -> dict[str, JobFact]:
         """Facts by job id, for the runs whose own files do not tell the end already."""
-        return self.facts(dict(found for run in runs if (found := open_job(run)) is not None))
+        return self.facts({job: told for run in runs for job, told in open_jobs(run).items()})
 
     def facts(self, jobs: Mapping[str, object]) -> dict[str, JobFact]:
         """``jobs``: id → what its run's files say (anything that changes when they do)."""
@@ -83,20 +84,22 @@ def _age_s(state: dict[str, Any]) -> float:
     return time.time() - float(state.get("updated", 0.0))
 
 
-def open_job(run: RunDir) -> tuple[str, object] | None:
-    """The SLURM job that may still change this run's state, and what the run's files say of it.
+def open_jobs(run: RunDir) -> dict[str, object]:
+    """The SLURM jobs that may still change this run's state (several of a chain), and what the run's files say of it.
 
-    None when those say all there is to know.
+    Empty when those say all there is to know.
     """
-    return open_job_of(read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {})
+    return open_jobs_of(read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {})
 
 
-def open_job_of(state: dict[str, Any], job: dict[str, Any]) -> tuple[str, object] | None:
-    """`open_job` for a run whose state.json and job.json have been read."""
+def open_jobs_of(state: dict[str, Any], job: dict[str, Any]) -> dict[str, object]:
+    """`open_jobs` for a run whose state.json and job.json have been read."""
     if job.get("scheduler") != "slurm":
-        return None
+        return {}
     written = RunState(state["state"]) if state.get("state") in set(RunState) else None
     is_told = written is not None and written.is_final and state.get("attempt", 0) >= job.get("attempt", 0)
     if is_told and (written in (RunState.DONE, RunState.STOPPED) or _age_s(state) > MAY_REQUEUE_S):
-        return None
-    return str(job["job_id"]), (written, state.get("attempt"))
+        return {}
+    chain = chain_of(job)
+    jobs = open_links(chain, job, state) if chain is not None else (str(job["job_id"]),)
+    return dict.fromkeys(jobs, (written, state.get("attempt")))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from primerl_hpc.common.chain import chain_of, current_job
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.lock import is_owner_alive, is_process_alive
 from primerl_hpc.common.metrics import read_last_steps
@@ -93,6 +94,9 @@ def take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None = None) -> Sna
     current, message = real_state(run, state, job, jobs)
     max_steps = int(recipe.get("max_steps") or 0)
     is_moving = current == RunState.RUNNING and _last(rows).get("attempt") == state.get("attempt")
+    if (chain := chain_of(job)) is not None:
+        now = current_job(job, state, jobs or {})
+        job = {**job, "job_id": now, "place": chain.place(str(now))}
     return Snapshot(
         run=run,
         name=run.root.name,
@@ -160,7 +164,12 @@ def real_state(
 ) -> tuple[RunState, str | None]:
     """What the supervisor wrote last, corrected by whether it still lives and by what SLURM says; and a message."""
     written = RunState(state["state"]) if state.get("state") in set(RunState) else None
-    fact = (jobs or {}).get(str(job.get("job_id")))
+    is_told = written is not None and written.is_final and is_of_job(state, job)
+    # a link that waits changes nothing about a run that is over: it ends as soon as it starts
+    now = (
+        state.get("job_id") if is_told and chain_of(job) is not None else current_job(job, state, jobs or {})
+    )
+    fact = (jobs or {}).get(str(now))
     if written is None or not is_of_job(state, job):
         return _state_before_start(run, job, fact)
     if fact is not None and fact.is_waiting:  # requeued: by the supervisor after a save, or by SLURM

@@ -68,13 +68,14 @@ def parse_time_left(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-async def run_slurm(*command: str) -> tuple[int, str]:
-    """Exit code and everything a SLURM command printed."""
+async def run_slurm(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and everything a SLURM command printed. ``environment``: default, this process's own."""
     try:
         child = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
         )
     except OSError as error:
         return 127, str(error)
     output, _ = await child.communicate()
-    return child.returncode or 0, output.decode(errors="replace").strip()
+    # not strip(): it would take the separator behind an empty last field for white space
+    return child.returncode or 0, output.decode(errors="replace").strip(" \n")

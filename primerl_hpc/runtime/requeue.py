@@ -13,13 +13,19 @@ from typing import Any
 from primerl_hpc.runtime.allocation import run_slurm
 
 
-def why_not_again(request: dict[str, Any], signals: Set[int], *, progressed: bool) -> str | None:
+def why_not_again(
+    request: dict[str, Any], signals: Set[int], *, progressed: bool, is_followed: bool = False
+) -> str | None:
     """None when a stopped attempt should go on by itself; else the reason for people ("" when they asked for it).
 
-    ``request`` is the content of control/stop, ``signals`` what the supervisor received.
+    ``request`` is the content of control/stop, ``signals`` what the supervisor received, ``is_followed`` whether
+    another link of its chain waits in the queue.
     """
     if signal.SIGTERM in signals or signal.SIGINT in signals:
-        return ""  # cancelled; or SLURM itself requeues
+        if not is_followed or request.get("reason") == "cancel":
+            return ""  # cancelled; or SLURM itself requeues
+        if signal.SIGUSR2 not in signals:
+            return None  # this link was cancelled, not the run
     if request.get("reason") == "scheduler":
         return None  # preempted: through no fault of its own, however short it was
     if request.get("reason") != signal.SIGUSR2.name:

@@ -33,9 +33,9 @@ from primerl_hpc.runtime.allocation import Allocation, read_allocation, seconds_
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
-from primerl_hpc.runtime.requeue import requeue, why_not_again
 from primerl_hpc.runtime.srun_step import SrunStep
 from primerl_hpc.runtime.steps import Launch, Step
+from primerl_hpc.runtime.succession import Succession
 
 log = setup_logging("supervisor")
 
@@ -45,11 +45,11 @@ class Supervisor:
         self.run_dir = run
         self.plan: Plan = load_plan(run)
         self.lock = SupervisorLock(run.supervisor_lock)
-        earlier = read_json_or_none(run.state) or {}
-        self.attempt = int(earlier.get("attempt", 0)) + 1
+        self.attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
         self.state: dict[str, Any] = {}
         self.current: PhaseRun | None = None
         self.allocation: Allocation | None = None
+        self.succession = Succession(self)
         self.ends_at: float | None = None  # on the monotonic clock: when the walltime is over
         self.resumed_from = 0
         self.has_finished_a_phase = False
@@ -62,6 +62,8 @@ class Supervisor:
         self.lock.acquire()
         heartbeat = asyncio.create_task(self._keep_lock_alive(asyncio.current_task()))
         try:
+            if (code := await self.succession.begin()) is not None:
+                return code
             self._open_attempt()
             self._install_signal_handlers()
             await self._read_allocation()
@@ -80,7 +82,8 @@ class Supervisor:
             if is_phase_done(self.run_dir.phase(phase.name), phase):
                 continue
             resumed = self.resumed_from = self._prepare_phase(phase)
-            self._set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
+            self.state.setdefault("began", {"phase": phase.name, "step": resumed})
+            self.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
             self._event("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
             self.current = PhaseRun(self, phase)
             end = await self.current.run()
@@ -89,43 +92,33 @@ class Supervisor:
                 return await self._close(end, self.run_dir.phase(phase.name).latest_checkpoint() or 0)
             self.has_finished_a_phase = True
             self._event("phase_done", phase=phase.name)
-        self._set_state(RunState.DONE)
+        await self.succession.end()
+        self.set_state(RunState.DONE)
         self._event("run_done")
         return ExitCode.DONE
 
     async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
-        request = read_json_or_none(self.run_dir.stop_request) or {}
-        if self.allocation is not None and end in (PhaseEnd.STOPPED, PhaseEnd.ABANDONED):
-            progressed = self.has_finished_a_phase or saved > self.resumed_from
-            reason = why_not_again(request, self.signals, progressed=progressed)
-            if reason is None and (reason := await self._go_back_into_the_queue(saved)) is None:
-                return ExitCode.STOPPED if end == PhaseEnd.STOPPED else ExitCode.PREEMPTED
-            self.state["message"] = reason or None
+        reason = await self.succession.hand_over(end, saved) if self.allocation is not None else ""
+        if reason is None:
+            codes = {PhaseEnd.STOPPED: ExitCode.STOPPED, PhaseEnd.ABANDONED: ExitCode.PREEMPTED}
+            return codes.get(end, ExitCode.FAILED)
+        await self.succession.end()
+        self.state["message"] = reason or None
         if end == PhaseEnd.STOPPED:
-            self._set_state(RunState.STOPPED)
+            self.set_state(RunState.STOPPED)
             self._event("run_stopped")
             return ExitCode.STOPPED
         if end == PhaseEnd.ABANDONED:
-            self._set_state(RunState.CANCELLED)
+            self.set_state(RunState.CANCELLED)
             self._event("run_cancelled")
             return ExitCode.PREEMPTED
         failure = read_json_or_none(self.run_dir.failure) or {}
-        self._set_state(RunState.FAILED, message=failure.get("message"))
-        self._event("run_failed", process=failure.get("process"), message=failure.get("message"))
+        message = reason or failure.get("message")
+        self.set_state(RunState.FAILED, message=message)
+        self._event("run_failed", process=failure.get("process"), message=message)
         code = failure.get("exit_code")
         keeps = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE, ExitCode.BAD_NODE)
         return ExitCode(code) if code in keeps else ExitCode.FAILED
-
-    async def _go_back_into_the_queue(self, saved: int) -> str | None:
-        """None when SLURM took the job back; else why not. It ends this attempt's last processes: say all before."""
-        assert self.allocation is not None
-        self._set_state(RunState.PENDING, message=f"back in the queue, goes on after step {saved}")
-        self.lock.release()
-        if (refused := await requeue(self.allocation.job_id)) is None:
-            self._event("run_requeued", after_step=saved)
-            return None
-        self._event("requeue_refused", message=refused)
-        return f"SLURM does not requeue it: {refused}"
 
     # -- before the first process ----------------------------------------------------------------------------------
 
@@ -153,10 +146,18 @@ class Supervisor:
             "message": None,
             "processes": {},
         }
-        self._set_state(RunState.STARTING)
+        self.set_state(RunState.STARTING)
         self._event(
             "attempt_started", attempt=self.attempt, host=self.state["host"], job=self.state["job_id"]
         )
+
+    def begins(self) -> dict[str, Any] | None:
+        """Phase and step at which an attempt would begin now; None when every phase is done."""
+        for phase in self.plan.phases:
+            run = self.run_dir.phase(phase.name)
+            if not is_phase_done(run, phase):
+                return {"phase": phase.name, "step": run.latest_checkpoint() or 0}
+        return None
 
     def _prepare_phase(self, phase: PhasePlan) -> int:
         """Drop what an earlier life wrote beyond its last complete checkpoint; returns that step, 0 for none."""
@@ -186,14 +187,14 @@ class Supervisor:
 
     def set_process(self, name: str, **values: Any) -> None:
         self.state["processes"].setdefault(name, {}).update(values)
-        self._set_state(RunState(self.state["state"]))
+        self.set_state(RunState(self.state["state"]))
 
-    def _set_state(self, state: RunState, **values: Any) -> None:
+    def set_state(self, state: RunState, **values: Any) -> None:
         self.state.update(state=state.value, updated=round(time.time(), 3), **values)
         write_json(self.run_dir.state, self.state)
 
     def set_stopping(self) -> None:
-        self._set_state(RunState.STOPPING)
+        self.set_state(RunState.STOPPING)
 
     def _event(self, event: str, **details: Any) -> None:
         record_event(self.run_dir, event, **details)

@@ -23,8 +23,9 @@ from primerl_hpc.common.files import read_json, read_jsonl, write_json, write_te
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact, ask, parse_sacct, parse_squeue, sacct_command, squeue_command
+from primerl_hpc.launch.chain import ChainRequest
 from primerl_hpc.launch.prepare import job_script
-from primerl_hpc.launch.submit import resume_run
+from primerl_hpc.launch.submit import ONE_JOB, resume_run
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
 from primerl_hpc.plan.types import NodePlan, OnExit, Plan
@@ -162,11 +163,11 @@ class SlurmToy:
         write_text(job_script(self.run), script, mode=0o755)
         return plan
 
-    def submit(self) -> str:
+    def submit(self, chain: ChainRequest = ONE_JOB) -> str:
         """Through the very code path of submit and resume; returns the job's id."""
         if not self.run.plan.exists():
             self.prepare()
-        return resume_run(self.run).job_id
+        return resume_run(self.run, chain).job_id
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -227,8 +228,10 @@ class SlurmToy:
 
     def end(self) -> None:
         if self.run.job.exists():
-            subprocess.run(["scancel", "--full", "--signal=KILL", self.job], check=False, capture_output=True)
-            subprocess.run(["scancel", self.job], check=False, capture_output=True)
+            jobs = read_json(self.run.job).get("links") or [self.job]
+            subprocess.run(["scancel", *jobs[1:]], check=False, capture_output=True)
+            subprocess.run(["scancel", "--full", "--signal=KILL", *jobs], check=False, capture_output=True)
+            subprocess.run(["scancel", *jobs], check=False, capture_output=True)
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
