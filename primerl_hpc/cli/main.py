@@ -33,6 +33,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "cancel": ("cancel", "Save and stop a run (--now: without saving)."),
         "resume": ("resume", "Go on from the last complete checkpoint."),
     },
+    "Use": {
+        "export": ("export", "A policy version as a model folder."),
+    },
     "Learn": {
         "env": ("env", "Try an environment out, or install one."),
         "doctor": ("doctor", "Is this machine, this cluster ready?"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
@@ -63,6 +64,14 @@ def _find_templates(profile: Profile, document: Document, path: Path) -> Profile
         raise NotFoundError(f"templates: no folder {folder}", place=document.place(("templates",)))
     document.values["templates"] = str(folder)
     return profile.model_copy(update={"templates": str(folder)})
+
+
+def change_profile(loaded: LoadedProfile, changes: dict[str, Any], origin: str) -> LoadedProfile:
+    """The profile with ``changes`` (a mapping shaped like it) laid over. Raises ConfigError for an unknown key."""
+    if not changes:
+        return loaded
+    document = loaded.document.overlay(Document(changes, {key: origin for key in changes}))
+    return LoadedProfile(validate(Profile, document), document, loaded.path, is_changed=True)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
     {"scheduler": "slurm", "job_id": "12", "attempt": 1, "links": ["12", "13", "14"], "earlier": ["7"]}
 
+    {…, "after": {"export": {"job_id": "15", "to": "/models/x"}, "evaluation": {"job_id": "16", "run_dir": "/runs/x-evaluation"}}}
+
 ``job_id`` is the first job of the last submission, ``links`` are all of it (absent: it is alone), ``earlier`` are those of
-submissions before. With ``"until_done": true`` each link queues the next one itself. Written by the submitter; the
+submissions before; ``after`` are the jobs that wait for the run to be done. With ``"until_done": true`` each link queues the next one itself. Written by the submitter; the
 supervisor that queues a link adds its id.
 """
 

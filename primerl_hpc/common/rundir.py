@@ -65,6 +65,11 @@ class RunDir:
     def launch(self) -> Path:
         return self.root / "launch"
 
+    @property
+    def evaluation(self) -> RunDir:
+        """The run of ``after.evaluation``, beside this one."""
+        return RunDir(self.root.with_name(f"{self.root.name}-evaluation"))
+
     # -- control -----------------------------------------------------------------------------------------------
     @property
     def control(self) -> Path:

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from primerl_hpc.common.chain import chain_of
+from primerl_hpc.common.errors import OccupiedError
 from primerl_hpc.common.files import read_json_or_none, wait_until, write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
@@ -42,12 +43,21 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
 
 
 def _drop_links(run: RunDir, after: dict[str, Any]) -> None:
-    """The links of a chain that would start when the present job (``after``) has ended."""
-    if (chain := chain_of(read_json_or_none(run.job) or {})) is not None:
-        drop_jobs(list(chain.after(str(after["job_id"]))))
+    """The jobs that would start when the present one (``after``) has ended."""
+    job = read_json_or_none(run.job) or {}
+    if job.get("scheduler") != "slurm":
+        return
+    chain = chain_of(job)
+    links = chain.after(str(after["job_id"])) if chain is not None else ()
+    drop_jobs([*links, *(each["job_id"] for each in job.get("after", {}).values())])
 
 
 def _drop_job(job: dict[str, Any]) -> None:
+    if job.get("scheduler") == "local" and "parent" in job:
+        raise OccupiedError(
+            "on this machine it is one script with the run that it waits for",
+            mend=f"primerl-hpc cancel {job['parent']}",
+        )
     if job.get("scheduler") == "local":
         try:
             os.kill(int(job["job_id"]), signal.SIGTERM)

@@ -15,13 +15,23 @@ from primerl_hpc.common.lock import is_owner_alive, is_owner_over
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import register_run
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.launch.chain import ChainRequest, check_chain, together
+from primerl_hpc.launch.after import (
+    after_of,
+    check_after,
+    discard_after,
+    local_script,
+    note_local_after,
+    prepare_after,
+    queue_after,
+)
+from primerl_hpc.launch.chain import ChainRequest, check_chain, drop_jobs, together
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
 from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.plan.types import Plan, load_plan
+from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.load import LoadedRecipe
 
 _OF_THE_PLAN = frozenset(("scheduler.type", "scheduler.srun_extra"))
@@ -41,12 +51,15 @@ def prepare_run(
     loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
 ) -> tuple[RunDir, Plan]:
     """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
-    check_chain(chain, compile_for(loaded, profile, Path("/checked/before/anything/is/made")))
+    checked = compile_for(loaded, profile, Path("/checked/before/anything/is/made"))
+    check_chain(chain, checked)
+    check_after(checked, profile)
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
         import_checkpoint(run, plan.phases[-1].recipe)
         freeze(run, loaded, profile, plan, make_script(plan, profile))
+        prepare_after(run, plan, profile)
     except BaseException:
         shutil.rmtree(run.root, ignore_errors=True)  # it was empty when we claimed it
         raise
@@ -64,6 +77,7 @@ def submit_run(
     except UnansweredError:
         raise  # its job may be in the queue, and needs its folder
     except PrimerlError:
+        discard_after(run, plan)
         shutil.rmtree(run.root, ignore_errors=True)
         raise
 
@@ -122,15 +136,26 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     # known before the job can start: which attempt it will be tells its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
     facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}
-    if not chain.is_chain:
+    if plan.scheduler == "local":
+        job = submit_script(run, local_script(run, plan), plan.scheduler)
+        write_json(run.job, {**job, **facts, "after": note_local_after(run, plan, job)})
+        return Submitted(run, plan, job["job_id"])
+    if not chain.is_chain and after_of(plan) == After():
         job = submit_script(run, job_script(run), plan.scheduler)
         write_json(run.job, {**job, **facts})
         return Submitted(run, plan, job["job_id"])
+    drop_jobs(_after_jobs(run))  # of an attempt that failed, if SLURM has not taken them out itself
     with together() as jobs:
         links = jobs.submit_links(run, job_script(run), chain.links)
-        job = {"scheduler": plan.scheduler, "job_id": links[0], **facts, "links": links}
-        write_json(run.job, {**job, "until_done": chain.is_until_done})
+        facts["after"] = queue_after(run, plan, jobs, links)
+        if chain.is_chain:
+            facts |= {"links": links, "until_done": chain.is_until_done}
+        write_json(run.job, {"scheduler": plan.scheduler, "job_id": links[0], **facts})
     return Submitted(run, plan, links[0], tuple(links))
+
+
+def _after_jobs(run: RunDir) -> list[str]:
+    return [each["job_id"] for each in (read_json_or_none(run.job) or {}).get("after", {}).values()]
 
 
 def _earlier_jobs(run: RunDir) -> list[str]:

@@ -75,6 +75,7 @@ class OneRun:
         ]
         for words in (snapshot.message, trouble and f"as the run's own files say: {trouble}"):
             lines += _wrap(f"  {words}", "  ") if words else []
+        lines += _relatives(snapshot)
         lines += ["", *_numbers(snapshot)]
         for label, words in (
             ("bottleneck", snapshot.bottleneck.sentence if snapshot.bottleneck else None),
@@ -92,6 +93,18 @@ def _where(snapshot: Snapshot) -> str:
     job, attempt = snapshot.job, f"attempt {snapshot.attempt}"
     place = f", {job['place']}" if "place" in job else ""
     return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')}){place}" if job else attempt
+
+
+def _relatives(snapshot: Snapshot) -> list[str]:
+    """The run before this one, and what comes after it."""
+    parent = snapshot.job.get("parent")
+    return [
+        *([f"  comes after {parent}"] if parent else []),
+        *(
+            f"  then {name}: {each['state']}  {each.get('to') or each.get('run_dir')}"
+            for name, each in snapshot.after.items()
+        ),
+    ]
 
 
 def _numbers(snapshot: Snapshot) -> list[str]:

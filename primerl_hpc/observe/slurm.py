@@ -20,6 +20,7 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact, ask, parse_sacct, parse_squeue, sacct_command, squeue_command
+from primerl_hpc.observe.after import is_made
 
 FIRST_PAUSE_S = 2.0
 LAST_PAUSE_S = 120.0
@@ -99,7 +100,12 @@ def open_jobs_of(state: dict[str, Any], job: dict[str, Any]) -> dict[str, object
     written = RunState(state["state"]) if state.get("state") in set(RunState) else None
     is_told = written is not None and written.is_final and state.get("attempt", 0) >= job.get("attempt", 0)
     if is_told and (written in (RunState.DONE, RunState.STOPPED) or _age_s(state) > MAY_REQUEUE_S):
-        return {}
+        return dict.fromkeys(_open_after(job), written) if _age_s(state) < MAY_REQUEUE_S else {}
     chain = chain_of(job)
     jobs = open_links(chain, job, state) if chain is not None else (str(job["job_id"]),)
-    return dict.fromkeys(jobs, (written, state.get("attempt")))
+    return dict.fromkeys((*jobs, *_open_after(job)), (written, state.get("attempt")))
+
+
+def _open_after(job: dict[str, Any]) -> list[str]:
+    """Jobs that come after the run and left no trace of their end yet."""
+    return [str(each["job_id"]) for each in job.get("after", {}).values() if not is_made(each)]

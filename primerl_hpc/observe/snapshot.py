@@ -14,6 +14,7 @@ from primerl_hpc.common.metrics import read_last_steps
 from primerl_hpc.common.names import MAIN_PHASE, Kind, RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact
+from primerl_hpc.observe.after import after_states, of_parent
 from primerl_hpc.observe.bottleneck import Bottleneck, find_bottleneck
 from primerl_hpc.observe.forecast import Forecast, make_forecast
 
@@ -42,6 +43,8 @@ class Snapshot:
     started: float | None = None
     job: dict[str, Any] = field(default_factory=dict)
     message: str | None = None
+    after: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What waits for the end of this run, see `after_states`."""
     accelerator: str = "cpu"
     num_nodes: int = 1
     accelerators_per_node: int = 1
@@ -72,6 +75,7 @@ class Snapshot:
             "restarts": self.restarts,
             "job": self.job,
             "message": self.message,
+            "after": self.after,
             "processes": self.processes,
             "metrics": self.metrics,
         }
@@ -125,6 +129,7 @@ def take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None = None) -> Sna
         accelerator=plan.get("accelerator", "cpu"),
         num_nodes=len(plan.get("nodes", [0])),
         accelerators_per_node=int(plan.get("accelerators_per_node", 1)),
+        after=after_states(job, current, jobs or {}),
     )
 
 
@@ -171,7 +176,7 @@ def real_state(
     )
     fact = (jobs or {}).get(str(now))
     if written is None or not is_of_job(state, job):
-        return _state_before_start(run, job, fact)
+        return of_parent(job, *_state_before_start(run, job, fact))
     if fact is not None and fact.is_waiting:  # requeued: by the supervisor after a save, or by SLURM
         why = f"back in the queue: {fact.reason}" if fact.reason else "back in the queue"
         return RunState.PENDING, why if written != RunState.PENDING else state.get("message")

@@ -36,6 +36,10 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     if recipe.checkpoint.fork is not None:
         fork = _resolve_fork(recipe.checkpoint.fork, document, folder)
         changes["checkpoint"] = recipe.checkpoint.model_copy(update={"fork": fork})
+    if recipe.after is not None and recipe.after.export is not None:
+        to = (folder / Path(recipe.after.export.to).expanduser()).resolve()
+        export = recipe.after.export.model_copy(update={"to": str(to)})
+        changes["after"] = recipe.after.model_copy(update={"export": export})
     return recipe.model_copy(update=changes)
 
 

@@ -23,6 +23,7 @@ from primerl_hpc.common.block import (
     Variables,
 )
 from primerl_hpc.common.names import Kind, is_valid_name
+from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
 from primerl_hpc.recipe.rollout_schema import Environments, Rollouts
 from primerl_hpc.recipe.sft_schema import SFT
@@ -182,6 +183,8 @@ class Recipe(Block):
     """kind rl: an SFT phase before RL; its last weights are policy v0."""
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()
+    after: After | None = None
+    """kinds rl and sft: jobs that start when the run is done: an export, an evaluation."""
     tracking: Tracking = Tracking()
     timeouts: Timeouts = Timeouts()
     env: Variables = Field(default_factory=dict)
@@ -227,11 +230,23 @@ class Recipe(Block):
                 f"rollouts.batch_size {self.rollouts.batch_size} must be a multiple of "
                 f"rollouts.group_size {self.rollouts.group_size}"
             )
-        if self.kind in (Kind.RL, Kind.EVAL) and self.rollouts.sampling.max_tokens >= self.max_model_len:
+        has_rollouts = self.kind in (Kind.RL, Kind.EVAL) or (self.after and self.after.evaluation)
+        if has_rollouts and self.rollouts.sampling.max_tokens >= self.max_model_len:
             raise ValueError(
                 f"rollouts.sampling.max_tokens {self.rollouts.sampling.max_tokens} leaves no room for a prompt "
                 f"in {self.max_model_len} tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _after_has_its_blocks(self) -> Self:
+        if self.after is None:
+            return self
+        if self.kind not in (Kind.RL, Kind.SFT):
+            raise ValueError(f"after belongs to kinds rl and sft: a run of kind {self.kind} trains nothing")
+        evaluation = self.after.evaluation
+        if evaluation is not None and not (evaluation.environments or self.environments.eval):
+            raise ValueError("after.evaluation needs environments, its own or environments.eval")
         return self
 
     @property
@@ -256,5 +271,31 @@ class Recipe(Block):
                 "sft": self.warmup.sft,
                 "checkpoint": self.warmup.checkpoint,
                 "warmup": None,
+            }
+        )
+
+    def for_evaluation(self, weights: str) -> Recipe:
+        """``after.evaluation`` as an eval recipe of its own, on the model folder ``weights``.
+
+        The base model stays the tokenizer: renderers are found by its name.
+        """
+        assert self.after is not None and self.after.evaluation is not None
+        settings = self.after.evaluation
+        inference = self.layout.inference
+        if settings.replicas is not None:
+            inference = inference.model_copy(update={"replicas": settings.replicas, "nodes": "auto"})
+        tokenizer = self.model.tokenizer or self.model.name
+        return self.model_copy(
+            update={
+                "kind": Kind.EVAL,
+                "name": f"{self.name}-evaluation"[:100],
+                "model": self.model.model_copy(update={"name": weights, "tokenizer": tokenizer}),
+                "max_steps": None,
+                "layout": self.layout.model_copy(update={"inference": inference}),
+                "environments": Environments(eval=settings.environments or self.environments.eval),
+                "sft": None,
+                "warmup": None,
+                "checkpoint": Checkpoint(),
+                "after": None,
             }
         )

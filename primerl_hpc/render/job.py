@@ -1,4 +1,7 @@
-"""job.sbatch: directives, site setup, then ``exec`` of the supervisor, so the batch process *is* the supervisor."""
+"""job.sbatch: directives, site setup, then ``exec`` of the supervisor, so the batch process *is* the supervisor.
+
+export.sbatch is the same but for its last line.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from primerl_hpc import __version__
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.lint import check_script
@@ -18,8 +22,25 @@ def render_job(plan: Plan, profile: Profile, *, python: str, package_root: str |
     ``package_root`` goes onto PYTHONPATH when the package is not installed in ``python`` (a plain checkout).
     Raises ConfigError for a template that does not render and for a script that sbatch or bash would not take as meant.
     """
+    return _render("job.sbatch", plan, profile, python, package_root)
+
+
+def render_export(plan: Plan, profile: Profile, *, python: str, package_root: str | None = None) -> str:
+    """The script that makes the model folder of ``after.export`` when ``plan`` is done: one node, no supervisor.
+
+    Raises ConfigError as `render_job`.
+    """
+    after = plan.phase(MAIN_PHASE).recipe.after
+    assert after is not None and after.export is not None
+    alone = plan.model_copy(update={"name": f"{plan.name}-export", "nodes": plan.nodes[:1]})
+    return _render("export.sbatch", alone, profile, python, package_root, export=after.export)
+
+
+def _render(
+    script_name: str, plan: Plan, profile: Profile, python: str, package_root: str | None, **more: object
+) -> str:
     script = render_template(
-        "job.sbatch.j2",
+        f"{script_name}.j2",
         first=own_templates(profile),
         plan=plan,
         profile=profile,
@@ -30,8 +51,9 @@ def render_job(plan: Plan, profile: Profile, *, python: str, package_root: str |
         package_root=package_root,
         output=output_pattern(plan.run_dir) if plan.scheduler == "slurm" else "",
         version=__version__,
+        **more,
     )
-    check_script(script, place="job.sbatch")
+    check_script(script, place=script_name)
     return script
 
 

@@ -19,6 +19,9 @@ NO_PROGRESS = "ended before a new checkpoint: another attempt would end the same
 _KEEP_ENDING = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE)
 """Codes of a fault that the next link would meet again."""
 
+_JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+_CLIENT_SETTINGS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+
 
 def read_chain(run: RunDir, job_id: str) -> Chain | None:
     """The chain that ``job_id`` is a link of; None for a job that stands alone."""
@@ -76,7 +79,7 @@ async def queue_next_link(run: RunDir, chain: Chain, mine: str) -> tuple[str | N
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "SRUN_")) or name == "SLURM_CONF"
+        if not name.startswith(_JOB_PREFIXES) or name in _CLIENT_SETTINGS
     }
     script = str(run.launch / "job.sbatch")
     command = ("sbatch", f"--dependency=afterany:{mine}", script)
@@ -84,6 +87,9 @@ async def queue_next_link(run: RunDir, chain: Chain, mine: str) -> tuple[str | N
     match = re.search(r"Submitted batch job (\d+)", said)
     if code != 0 or match is None:
         return None, said or f"sbatch ended with {code}"
-    job = read_json_or_none(run.job) or {}
-    write_json(run.job, {**job, "links": [*chain.links, match[1]]})
+    job, links = read_json_or_none(run.job) or {}, [*chain.links, match[1]]
+    write_json(run.job, {**job, "links": links})
+    for after in job.get("after", {}).values():  # they waited for this job alone, which ends unfinished
+        wait = "?".join(f"afterok:{link}" for link in links)
+        await run_slurm("scontrol", "update", f"JobId={after['job_id']}", f"Dependency={wait}")
     return match[1], ""

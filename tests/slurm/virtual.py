@@ -136,6 +136,7 @@ class SlurmToy:
         self.profile: Profile = profile.model_copy(
             update={"scheduler": profile.scheduler.model_copy(update=settings)}
         )
+        self.recipe: dict[str, Any] = RECIPE
         self.plan_changes: dict[str, Any] = {}
         self.jobs = JobWatcher()
 
@@ -152,7 +153,7 @@ class SlurmToy:
         )
 
     def prepare(self) -> Plan:
-        plan = make_plan(self.run.root, RECIPE, processes=self.processes)
+        plan = make_plan(self.run.root, self.recipe, processes=self.processes)
         count = 1 + max(node for process in self.processes for node in process.nodes)
         nodes = tuple(NodePlan(index=node, roles=()) for node in range(count))
         plan = plan.model_copy(
@@ -228,7 +229,9 @@ class SlurmToy:
 
     def end(self) -> None:
         if self.run.job.exists():
-            jobs = read_json(self.run.job).get("links") or [self.job]
+            content = read_json(self.run.job)
+            later = [each["job_id"] for each in content.get("after", {}).values()]
+            jobs = [*(content.get("links") or [self.job]), *later]
             subprocess.run(["scancel", *jobs[1:]], check=False, capture_output=True)
             subprocess.run(["scancel", "--full", "--signal=KILL", *jobs], check=False, capture_output=True)
             subprocess.run(["scancel", *jobs], check=False, capture_output=True)

@@ -1,0 +1,143 @@
+"""A policy version of a run as a model folder that transformers, vLLM and the hub take: copied, checked, renamed.
+
+weights/step_N is an HF folder already (sharded safetensors, config, generation config, tokenizer, chat template), so no
+torch is needed here. Every file is read once, its CRC-32 compared with the manifest, which goes along.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, OccupiedError
+from primerl_hpc.common.files import crc32_of_file, fsync_dir, read_json
+from primerl_hpc.common.names import Kind
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.plan.types import load_plan
+from primerl_hpc.transport.weights_filesystem import MANIFEST, FilesystemWeightReader
+
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    step: int
+    num_files: int
+    num_bytes: int
+
+
+def export_model(run: RunDir, to: Path, *, step: int | None = None, link: bool = False) -> Exported:
+    """Make ``to`` from policy version ``step`` (default: the last complete one). ``link``: hard links, no copies.
+
+    Raises NotFoundError (no such version), OccupiedError (``to`` holds something), DataError (a checksum differs);
+    nothing is left behind then.
+    """
+    version = choose_version(run, step)
+    to = to.expanduser().absolute()
+    check_target(to)
+    temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+    reader, name = FilesystemWeightReader(run), f"export-{os.getpid()}"
+    source = reader.open(version, name)
+    try:
+        temporary.mkdir(parents=True)
+        num_bytes, files = 0, read_json(source / MANIFEST)["files"]
+        for entry in files:
+            run.lease(source, name)  # a lease is for ten minutes
+            _transfer(source / entry["name"], temporary / entry["name"], entry["crc32"], link=link)
+            num_bytes += entry["size_bytes"]
+        shutil.copyfile(source / MANIFEST, temporary / MANIFEST)
+        fsync_dir(temporary)
+        _rename(temporary, to)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        reader.close(version, name)
+    return Exported(to, version, len(files), num_bytes)
+
+
+def choose_version(run: RunDir, step: int | None) -> int:
+    """``step`` when its weights are there, or the last complete version."""
+    kind = load_plan(run).kind
+    if kind not in (Kind.RL, Kind.SFT):
+        raise ConfigError(f"a run of kind {kind.value} trains nothing that could be exported")
+    versions = run.stable_weights()
+    if not versions:
+        raise NotFoundError(
+            "this run has no complete policy version yet",
+            place=str(run.weights),
+            mend=f"primerl-hpc status {run.root.name}",
+        )
+    if step is None:
+        return versions[-1]
+    if step in versions:
+        return step
+    kept = ", ".join(map(str, versions))
+    if step in run.complete_checkpoints():
+        cause = f"step {step} has a checkpoint of the trainer, but its weights were deleted"
+    else:
+        cause = f"there are no weights of step {step}"
+    raise NotFoundError(
+        cause,
+        place=str(run.weights),
+        mend=f"there are those of {kept}; weights.keep_last and checkpoint.keep_interval say which are kept",
+    )
+
+
+def check_target(to: Path) -> None:
+    """Raises OccupiedError unless ``to`` is free, or an empty folder."""
+    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        raise OccupiedError(
+            "is there already, and an export overwrites nothing", place=str(to), mend="choose another --to"
+        )
+
+
+def is_exported(to: Path) -> bool:
+    return (to / MANIFEST).is_file()
+
+
+def _transfer(source: Path, target: Path, crc32: int, *, link: bool) -> None:
+    if link:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            raise ConfigError(
+                "is on another filesystem, where hard links cannot reach",
+                place=str(target.parent.parent),
+                mend="leave --link out",
+            ) from None
+        found = crc32_of_file(target)
+    else:
+        found = _copy(source, target)
+    if found != crc32:
+        raise DataError(f"CRC-32 is {found:08x}, its manifest says {crc32:08x}", place=str(source))
+
+
+def _copy(source: Path, target: Path) -> int:
+    """Copy durably; the CRC-32 of what was read."""
+    value = 0
+    with source.open("rb") as reader, target.open("xb") as writer:
+        while chunk := reader.read(CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+            writer.write(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return value
+
+
+def _rename(temporary: Path, to: Path) -> None:
+    try:
+        os.rename(temporary, to)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        check_target(to)
+        raise
+    fsync_dir(to.parent)

@@ -1,0 +1,53 @@
+"""``after``: jobs that start when the training job is done, each with resources of its own.
+
+after:
+  export: {to: /models/my-run}
+  evaluation: {profile: {scheduler: {time: "00:30:00"}}}
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from primerl_hpc.common.block import Block, PositiveInt
+from primerl_hpc.recipe.rollout_schema import EvalEnvironment
+
+
+class AfterJob(Block):
+    profile: dict[str, Any] = Field(default_factory=dict)
+    """What of the cluster profile is different for this job: ``{scheduler: {partition: cpu, time: "00:30:00"}}``."""
+
+
+class ExportAfter(AfterJob):
+    """A model folder for transformers, vLLM and the hub."""
+
+    to: str
+    """Folder to make; must be empty or not exist yet. A relative one is seen from where you submit."""
+    step: Literal["last"] | PositiveInt = "last"
+    """Which policy version."""
+
+    @field_validator("to")
+    @classmethod
+    def _to_is_a_path(cls, value: str) -> str:
+        if not value.strip() or any(ord(char) < 32 for char in value):
+            raise ValueError("must be a path without control characters")
+        return value
+
+
+class EvaluationAfter(AfterJob):
+    """A run of kind eval on the last weights, in a run directory of its own beside the training run's."""
+
+    environments: tuple[EvalEnvironment, ...] = ()
+    """Default: the recipe's ``environments.eval``."""
+    replicas: PositiveInt | None = None
+    """Engines; default: the recipe's ``layout.inference``."""
+
+
+class After(Block):
+    export: ExportAfter | None = None
+    evaluation: EvaluationAfter | None = None
+
+
+__all__ = ["After", "AfterJob", "EvaluationAfter", "ExportAfter"]

@@ -1,0 +1,50 @@
+"""SFT, then an export and an evaluation behind it, for real: what is exported loads, what is evaluated is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.snapshot import take_snapshot
+from tests.e2e.test_run import command
+from tests.support import make_tiny_model, wait_for
+
+pytestmark = pytest.mark.e2e
+
+
+def test_sft_is_followed_by_its_export_and_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_tiny_model(tmp_path / "outputs" / "tiny", rows=500)
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
+    held_out = "{id: reverse-text, name: held-out, args: {split: test}, samples: 2, num_tasks: 8}"
+    changes = ["max_steps=6", f"after.evaluation.environments=[{held_out}]"]
+    words = [word for change in changes for word in ("--set", change)]
+    command("submit", "reverse_text/sft_then_evaluate", "-p", "local", "--follow", *words, cwd=tmp_path)
+    run = RunDir(tmp_path / "runs" / "reverse-text-sft-001")
+    shown = json.loads(command("status", run.root.name, "--json", cwd=tmp_path).stdout)
+    assert shown["state"] == "done" and set(shown["after"]) == {"export", "evaluation"}
+
+    wait_for(lambda: take_snapshot(run.evaluation).state.is_final, "the evaluation", 400)
+    assert take_snapshot(run.evaluation).state == RunState.DONE, run.evaluation.events.read_text()
+    (row,) = read_steps(run.evaluation.metrics("eval")).values()
+    assert row["eval/held-out/tasks"] == 8 and row["eval/held-out/errors"] == 0
+    plan = read_json(run.evaluation.plan)
+    assert plan["phases"][0]["model_path"] == str(run.weights_step(6))
+
+    exported = tmp_path / "outputs" / "reverse-text-sft"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=False)
+    assert torch.isfinite(model(**tokenizer(text, return_tensors="pt")).logits).all()
+    trained = AutoModelForCausalLM.from_pretrained(run.weights_step(6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
