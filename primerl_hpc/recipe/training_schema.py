@@ -161,8 +161,14 @@ class Trainer(Block):
     """Type in which gradients are reduced over ranks."""
     reshard_after_forward: Bool = True
     """Free gathered weights between forward and backward."""
-    activation_checkpointing: Literal["none", "full"] = "full"
-    """full: keep only each block's input and recompute the rest in backward."""
+    activation_checkpointing: Literal["none", "full"] | tuple[str, ...] = "full"
+    """full: keep only each block's input and recompute the rest in backward; a list of module names (``[mlp, self_attn]``): recompute those parts of each block."""
+    activation_offload: Bool = False
+    """Keep the blocks' inputs in host memory between forward and backward; with activation_checkpointing full."""
+    optimizer_offload: Bool = False
+    """Keep the optimizer's state in host memory between steps; it visits the GPU in portions of 1 GiB."""
+    cpu_offload: Bool = False
+    """Keep master weights, gradients and optimizer state in host memory, and step there: the least GPU memory, the slowest steps."""
     head_chunk_tokens: Auto | PositiveInt = "auto"
     """Tokens whose logits exist at one time; auto: bounds a chunk's logits to about 256 MiB."""
     compile: Bool = False
@@ -173,6 +179,18 @@ class Trainer(Block):
     """Steps between garbage collections, made on all ranks at once."""
     deterministic: Bool = False
     """The same inputs give the same bits, at some cost in speed: torch's deterministic kernels only."""
+
+    @model_validator(mode="after")
+    def _offloads_fit_together(self) -> Self:
+        if self.activation_offload and self.activation_checkpointing != "full":
+            raise ValueError(
+                "activation_offload needs activation_checkpointing full: it moves the blocks' inputs"
+            )
+        if self.cpu_offload and self.optimizer_offload:
+            raise ValueError(
+                "cpu_offload keeps the optimizer's state on the host already: leave out optimizer_offload"
+            )
+        return self
 
 
 class Fork(Block):

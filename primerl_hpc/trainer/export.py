@@ -40,7 +40,8 @@ def export_weights(
         is_mine = (number - 1) % world.size == world.rank
         part: dict[str, Tensor] = {}
         for name, value in group:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value  # collective
+            whole = value.to(world.device)  # shards may live on the host
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole  # collective
             if is_mine:
                 to = DTYPES[dtype] if whole.is_floating_point() else whole.dtype
                 part[name] = whole.detach().to(device="cpu", dtype=to)

@@ -23,6 +23,7 @@ from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import Trainer
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
 from primerl_hpc.trainer.load import load_weights
+from primerl_hpc.trainer.memory import allocate, offload_policy, save_activations
 from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
@@ -127,8 +128,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
     hf.train()
     experts = spread(hf, recipe, world)
     blocks = decoder_blocks(hf)
-    if recipe.trainer.activation_checkpointing == "full":
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    save_activations(hf, blocks, recipe.trainer)
     if recipe.trainer.compile:
         for block in blocks:
             block.compile()
@@ -139,7 +139,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
     context = make_context(recipe.layout.trainer, config.get_text_config(), world)
     policy = Policy(hf, chunk, attention, context)
     shard(policy, blocks, experts, recipe.trainer, world)
-    policy.to_empty(device=world.device)
+    allocate(policy, recipe.trainer, world.device)
     init_buffers(hf)
     load_weights(policy, folder)
     return policy
@@ -168,7 +168,7 @@ def shard(
         reduce_dtype=dtypes[config.reduce_dtype],
         cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
     )
-    reshard = config.reshard_after_forward
+    offload, reshard = offload_policy(config), config.reshard_after_forward
     groups: list[list[FSDPModule]] = []
     for block in blocks:
         inner = []
@@ -176,10 +176,12 @@ def shard(
             inner = expert_modules(block)
             mesh = experts["replicate", "expert_shard"] if world.replicate > 1 else experts["expert_shard"]
             for module in inner:
-                shard_experts(module, mesh, precision, reshard=reshard)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=reshard)
+                shard_experts(module, mesh, precision, offload, reshard=reshard)
+        fully_shard(
+            block, mesh=world.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+        )
         groups.append([block, *inner])
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for module in fsdp_modules(policy):
         # summed, not averaged: losses are parts of a sum, and experts' gradients are sums over more ranks than reduce them
         module.set_gradient_divide_factor(1.0)

@@ -18,10 +18,13 @@ from primerl_hpc.trainer.muon import Muon, local
 
 
 class Optimizers:
-    """Optimizers of disjoint parameters, stepped as one."""
+    """Optimizers of disjoint parameters, stepped as one.
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
+    ``on_host``: their state lies in host memory between steps and visits the device part by part.
+    """
+
+    def __init__(self, *parts: torch.optim.Optimizer, on_host: bool = False) -> None:
+        self.parts, self.on_host = parts, on_host
 
     @property
     def param_groups(self) -> list[dict]:
@@ -33,7 +36,11 @@ class Optimizers:
 
     def step(self) -> None:
         for part in self.parts:
+            if self.on_host:
+                move_state(part, to_host=False)
             part.step()
+            if self.on_host:
+                move_state(part, to_host=True)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -67,26 +74,74 @@ STATE_KINDS = {
 """The tensors that each keeps per parameter, shaped like it."""
 
 
+OFFLOAD_BYTES = 1 << 30
+"""State of one part of an offloaded optimizer, float32: what of it is on the device at a time."""
+
+
 def build_optimizer(hf: nn.Module, recipe: Recipe) -> Optimizers:
-    config = recipe.optimizer
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
+    if not recipe.trainer.optimizer_offload:
+        return Optimizers(*build_parts(hf, trained, recipe))
+    portions = portions_of(trained, OFFLOAD_BYTES)
+    parts = [part for portion in portions for part in build_parts(hf, portion, recipe)]
+    return Optimizers(*parts, on_host=True)
+
+
+def portions_of(parameters: list[nn.Parameter], num_bytes: int) -> list[list[nn.Parameter]]:
+    """Runs of parameters whose two float32 moments fill about ``num_bytes`` on this rank."""
+    portions: list[list[nn.Parameter]] = [[]]
+    filled = 0
+    for parameter in parameters:
+        num_ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        size = 8 * parameter.numel() // num_ranks  # not the local count: all ranks must cut alike
+        if portions[-1] and filled + size > num_bytes:
+            portions.append([])
+            filled = 0
+        portions[-1].append(parameter)
+        filled += size
+    return portions
+
+
+def move_state(part: torch.optim.Optimizer, *, to_host: bool) -> None:
+    """The state's tensors to pinned host memory, or back to the device of their parameter."""
+    for parameter, state in part.state.items():
+        device = torch.device("cpu") if to_host else local(parameter).device
+        for kind in STATE_KINDS[type(part)]:
+            value = state.get(kind)
+            if value is None or local(value).device == device:
+                continue
+            moved = torch.empty_like(local(value), device=device, pin_memory=to_host)
+            moved.copy_(local(value), non_blocking=True)
+            is_sharded = isinstance(value, DTensor)
+            state[kind] = DTensor(moved, value._spec, requires_grad=False) if is_sharded else moved
+    if to_host and torch.cuda.is_available():
+        torch.cuda.synchronize()  # the host reads what was copied when a checkpoint is saved
+
+
+def build_parts(hf: nn.Module, trained: list[nn.Parameter], recipe: Recipe) -> list[torch.optim.Optimizer]:
+    config = recipe.optimizer
     if isinstance(config, AdamWConfig):
-        return Optimizers(_adamw(trained, config))
+        return [_adamw(trained, config)]
     if isinstance(config, MuonConfig):
         matrices = matrix_parameters(hf)
+        chosen = [parameter for parameter in trained if parameter in matrices]
         rest = [parameter for parameter in trained if parameter not in matrices]
-        muon = Muon(
-            [parameter for parameter in trained if parameter in matrices],
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            dtype=getattr(torch, recipe.trainer.param_dtype),
-        )
-        return Optimizers(muon, _adamw(rest, config)) if rest else Optimizers(muon)
+        parts: list[torch.optim.Optimizer] = []
+        if chosen:
+            parts.append(
+                Muon(
+                    chosen,
+                    lr=config.lr,
+                    momentum=config.momentum,
+                    nesterov=config.nesterov,
+                    weight_decay=config.weight_decay,
+                    dtype=getattr(torch, recipe.trainer.param_dtype),
+                )
+            )
+        return [*parts, _adamw(rest, config)] if rest else parts
     if isinstance(config, SignSGDConfig):
-        return Optimizers(SignSGD(trained, lr=config.lr, weight_decay=config.weight_decay))
-    return Optimizers(
+        return [SignSGD(trained, lr=config.lr, weight_decay=config.weight_decay)]
+    return [
         torch.optim.SGD(
             trained,
             lr=config.lr,
@@ -95,7 +150,7 @@ def build_optimizer(hf: nn.Module, recipe: Recipe) -> Optimizers:
             weight_decay=config.weight_decay,
             foreach=True,  # torch has no fused SGD for sharded tensors
         )
-    )
+    ]
 
 
 def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig) -> torch.optim.AdamW:

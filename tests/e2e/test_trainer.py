@@ -28,6 +28,12 @@ from tests.support import end_role, make_plan, make_tiny_model, process_plan, ra
 pytestmark = pytest.mark.e2e
 
 ROWS = 4
+FRUGAL = {
+    "param_dtype": "float32",
+    "activation_checkpointing": "full",
+    "activation_offload": True,
+    "optimizer_offload": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +120,19 @@ def test_trainer_ends_done_with_a_whole_policy_version_per_step(straight):
         (2, {}),
         (4, {"layout": {"trainer": {"replicate": 2}}}),
         (3, {"trainer": {"param_dtype": "float32", "activation_checkpointing": "full"}}),
+        (2, {"trainer": FRUGAL}),
+        (
+            2,
+            {"trainer": {"param_dtype": "float32", "activation_checkpointing": ["mlp"], "cpu_offload": True}},
+        ),
     ],
-    ids=["2-ranks", "hsdp-2x2", "3-ranks-uneven-recomputed"],
+    ids=[
+        "2-ranks",
+        "hsdp-2x2",
+        "3-ranks-uneven-recomputed",
+        "activations-and-optimizer-offloaded",
+        "mlp-recomputed-weights-offloaded",
+    ],
 )
 def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(straight, tiny, tmp_path, ranks, changes):
     run = make_run(tmp_path, rl_recipe(tiny / "model", **changes), tiny / "model", ranks=ranks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -60,7 +60,12 @@ def make_dispatcher(backend: str, mesh: DeviceMesh, num_local: int) -> Dispatche
 
 
 def shard_experts(
-    module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *, reshard: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    *,
+    reshard: bool,
 ) -> None:
     """FSDP over the ranks that hold the same experts. ``mesh``: ([replicate,] expert_shard)."""
     ranks = mesh["expert_shard"].size() if mesh.ndim > 1 else mesh.size()
@@ -69,7 +74,12 @@ def shard_experts(
         return Shard(shard_dim(list(parameter.shape), ranks))
 
     fully_shard(
-        module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard, shard_placement_fn=placement
+        module,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
     )
 
 

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Memory and time of a training step under each setting that trades one for the other.
+
+    tools/bench/trainer_memory.py                                        # a small Qwen3 on this machine's CPU
+    tools/bench/trainer_memory.py --model Qwen/Qwen3-0.6B --tokens 16384 # on a GPU, weights from the hub or a folder
+
+One rank and the trainer's own step, each setting in a process of its own. Peak: on CPU the highest sum of torch's live
+allocations during the third step, beyond what was there before it; on a GPU the allocator's peak, all included. What
+is offloaded stays in the same memory on a CPU: those lines mean something on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SETTINGS: dict[str, dict] = {
+    "nothing": {"activation_checkpointing": "none"},
+    "recompute mlp": {"activation_checkpointing": ["mlp"]},
+    "recompute mlp, attention": {"activation_checkpointing": ["mlp", "self_attn"]},
+    "recompute blocks": {"activation_checkpointing": "full"},
+    "recompute, inputs on host": {"activation_checkpointing": "full", "activation_offload": True},
+    "recompute, optimizer on host": {"activation_checkpointing": "full", "optimizer_offload": True},
+    "recompute, all on host": {
+        "activation_checkpointing": "full",
+        "activation_offload": True,
+        "cpu_offload": True,
+    },
+    "recompute, compile": {"activation_checkpointing": "full", "compile": True},
+}
+
+
+def run_setting(options: argparse.Namespace) -> dict[str, float]:
+    import torch
+
+    from primerl_hpc.common.rundir import RunDir
+    from primerl_hpc.recipe.schema import Recipe
+    from primerl_hpc.trainer.core import build_core
+    from primerl_hpc.trainer.setup import end_world, start_world
+    from primerl_hpc.trainer.watchdog import Watchdog
+
+    on_gpu = torch.cuda.is_available()
+    recipe = Recipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "bench",
+            "model": {"name": options.model},
+            "max_steps": 3,
+            "seq_len": options.tokens,
+            "sft": {"data": {"path": "none"}},
+            "trainer": {"param_dtype": "bfloat16" if on_gpu else "float32", **SETTINGS[options.setting]},
+        }
+    )
+    world = start_world(recipe)
+    watchdog = Watchdog(RunDir(options.folder), "bench", rank=0, size=1, timeout_s=3600)
+    core = build_core(recipe, options.model, world, watchdog)
+    row = make_row(options.tokens)
+    for step in (1, 2):  # optimizer state and workspaces are there after the first
+        core.train_step(step, [row], [])
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        duration_s = timed_step(core, row)
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            core.train_step(3, [row], [])
+        peak = peak_of(profile)
+        duration_s = timed_step(core, row)
+    end_world()
+    return {"peak_mib": peak / 2**20, "seconds": duration_s}
+
+
+def timed_step(core, row) -> float:
+    started = time.perf_counter()
+    core.train_step(3, [row], [])  # ends with a number on the host: nothing is under way after it
+    return time.perf_counter() - started
+
+
+def make_row(num_tokens: int):
+    """One sample of ``num_tokens``, all but the first trained by cross-entropy."""
+    from primerl_hpc.transport.rollouts import MicroBatch
+
+    zeros, ones = np.zeros(num_tokens, np.float32), np.ones(num_tokens, np.float32)
+    return MicroBatch(
+        input_ids=np.random.default_rng(0).integers(4, 100, num_tokens),
+        position_ids=np.arange(num_tokens),
+        loss_mask=np.zeros(num_tokens, np.bool_),
+        advantages=zeros,
+        inference_logprobs=zeros,
+        temperatures=ones,
+        rl_weights=zeros,
+        ce_weights=ones,
+        ref_kl_weights=zeros,
+        ref_logprobs=zeros,
+        env_ids=np.zeros(num_tokens, np.int32),
+        sample_lengths=np.array([num_tokens], np.int64),
+    )
+
+
+def peak_of(profile) -> int:
+    """Highest sum of all allocations still alive, in bytes."""
+    alive = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder or hub id; default: a Qwen3 of 8 layers made here")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the one row")
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--setting", choices=list(SETTINGS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.setting:
+        print(json.dumps(run_setting(options)))
+        return 0
+    print(f"{platform.machine()}, {options.tokens} tokens")
+    print(f"{'setting':>30} {'peak MiB':>9} {'of nothing':>10} {'s/step':>7}")
+    with tempfile.TemporaryDirectory() as name:
+        model = options.model
+        if model is None:
+            tool = [sys.executable, str(ROOT / "tools/tiny-model"), name, "--hidden", "256", "--layers", "8"]
+            subprocess.run(tool, check=True, capture_output=True)
+            model = f"{name}/model"
+        whole = None
+        for number, setting in enumerate(options.settings):
+            command = [sys.executable, __file__, "--model", model, "--tokens", str(options.tokens)]
+            group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(29_600 + number)}
+            done = subprocess.run(
+                [*command, "--setting", setting, "--folder", name],
+                env={**os.environ, **group, **meeting},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                print(f"{setting:>30} failed: {(done.stderr.splitlines() or ['?'])[-1]}")
+                continue
+            row = json.loads(done.stdout.splitlines()[-1])
+            whole = whole or row["peak_mib"]
+            print(
+                f"{setting:>30} {row['peak_mib']:>9.0f} {row['peak_mib'] / whole:>10.2f} {row['seconds']:>7.2f}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
