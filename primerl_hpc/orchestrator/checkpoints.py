@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 SIDES = ("trainer", "orchestrator")
 SIDE = "orchestrator"
 STATE_VERSION = 2
-# A trainer is at most two batches behind when it saves; more are kept for a save that takes long.
+# A trainer is at most two batches behind when it begins to save. What it saves beside training may take many batches:
+# the state of a step whose folder is there is kept until our side of it is written.
 KEEP_SNAPSHOTS = 16
 
 
@@ -39,7 +40,8 @@ class CheckpointFollower:
         """State after batch ``step`` was cut."""
         self._snapshots[step] = state
         for old in sorted(self._snapshots)[:-KEEP_SNAPSHOTS]:
-            del self._snapshots[old]
+            if old <= self.committed or not self.run.checkpoint(old).exists():
+                del self._snapshots[old]
 
     def follow(self) -> list[int]:
         """Write our side of every checkpoint that has the trainer's and not ours; the steps that are complete now."""

@@ -39,6 +39,17 @@ def test_saved_state_is_the_one_of_that_step_and_not_of_now(run):
     assert load_state(run, 2)["cursor"] == 20
 
 
+def test_a_save_that_takes_many_batches_finds_the_state_of_its_step(run):
+    follower = CheckpointFollower(run, "trainer-0")
+    follower.remember(1, {"cursor": 1})
+    run.checkpoint_side(1, "trainer.tmp").mkdir(parents=True)
+    for step in range(2, 60):
+        follower.remember(step, {"cursor": step})
+    trainer_saves(run, 1)
+    assert follower.follow() == [1]
+    assert load_state(run, 1)["cursor"] == 1
+
+
 def test_a_checkpoint_is_written_once(run):
     follower = CheckpointFollower(run, "trainer-0")
     follower.remember(1, {"cursor": 1})

@@ -1,0 +1,47 @@
+"""What the memory settings save on a GPU, and that the chunked head keeps its promise there: the benches, asserted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.support import ROOT  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch sees none"),
+]
+
+
+def bench(tool: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "tools/bench" / tool), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_each_memory_setting_needs_less_than_the_one_before_it():
+    names = (
+        "nothing",
+        "recompute blocks",
+        "recompute, inputs on host",
+        "recompute, optimizer on host",
+        "recompute, all on host",
+    )
+    table = bench("trainer_memory.py", "--tokens", "8192", "--settings", *names)
+    peak = {name: float(re.search(rf"^ *{name} +(\d+)", table, re.MULTILINE)[1]) for name in names}
+    assert peak["recompute blocks"] < peak["nothing"]
+    assert peak["recompute, inputs on host"] < peak["recompute blocks"]
+    assert peak["recompute, optimizer on host"] < peak["recompute blocks"]
+    assert peak["recompute, all on host"] < peak["recompute, optimizer on host"]
+
+
+def test_chunked_head_needs_an_eighth_of_the_plain_ones_memory():
+    table = bench("chunked_head.py", "--device", "cuda")
+    assert float(re.search(r"ratio: +([\d.]+)", table)[1]) >= 8
+    differences = [float(each) for each in re.findall(r"largest difference (\S+)", table)]
+    assert len(differences) == 4
+    assert max(differences[:2]) < 1e-5
