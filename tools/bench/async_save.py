@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a checkpoint costs the steps beside it: step time while a save is on its way, over step time without.
 
-    tools/bench/async_save.py                       # 23 M parameters on one rank, ten saves, on this machine
-    tools/bench/async_save.py --hidden 1024 --layers 16 --profile h100x64   # whatever trains there
+    tools/bench/async_save.py                       # 14 M parameters on one rank, ten saves, on this machine
+    tools/bench/async_save.py --hidden 1024 --layers 16 --ranks 8 --profile h100x64   # whatever trains there
 
 One run through the SFT role. A step counts as beside a save when it overlaps the time from the copy to the marker; the
 copy itself is blocking and told apart. Medians; the ratio is of one run.
@@ -35,6 +35,7 @@ def train(folder: Path, options: argparse.Namespace) -> RunDir:
         "kind": "sft",
         "name": "async-save",
         "model": {"name": str(tiny / "model"), "renderer": {"name": "chatml"}},
+        "layout": {"trainer": {"ranks": options.ranks}},
         "seq_len": options.seq_len,
         "max_steps": options.saves * options.interval,
         "sft": {"data": {"path": str(tiny / "sft.jsonl")}, "batch_size": options.rows},
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4, help="packed rows per step")
     parser.add_argument("--interval", type=int, default=8, help="steps between saves")
     parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--profile", default="local")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
