@@ -70,6 +70,10 @@ class RunDir:
         """The run of ``after.evaluation``, beside this one."""
         return RunDir(self.root.with_name(f"{self.root.name}-evaluation"))
 
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
     # -- control -----------------------------------------------------------------------------------------------
     @property
     def control(self) -> Path:
@@ -95,6 +99,11 @@ class RunDir:
     @property
     def supervisor_lock(self) -> Path:
         return self.control / "supervisor.lock"
+
+    @property
+    def reserve(self) -> Path:
+        """Space that the supervisor keeps for its last words on a full disk."""
+        return self.control / "reserve"
 
     @property
     def stop_request(self) -> Path:

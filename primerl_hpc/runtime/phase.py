@@ -132,7 +132,11 @@ class PhaseRun:
                 return PhaseEnd.ABANDONED
             case Action.FAIL:
                 host = status.host or socket.gethostname()
-                write_failure(self.run_dir, describe_failure(each.launch, status, decision.reason, host))
+                full = self.supervisor.reserve.why_full()
+                failure = describe_failure(each.launch, status, decision.reason, host)
+                if full is not None:  # what it said about that may not have found room
+                    failure["message"] = f"{full} in the run directory ({failure['message']})"
+                self.supervisor.write(lambda: write_failure(self.run_dir, failure), is_vital=True)
                 return PhaseEnd.FAILED
             case Action.GO_ON:
                 pass
@@ -192,7 +196,8 @@ class PhaseRun:
         else:
             self.is_being_taken, budget_s = True, TERM_BUDGET_S
         if self.stop_deadline is None:
-            write_json(self.run_dir.stop_request, {"reason": signal.Signals(number).name})
+            request = {"reason": signal.Signals(number).name}
+            self.supervisor.write(lambda: write_json(self.run_dir.stop_request, request), is_vital=True)
         self._begin_stop(max(TERM_BUDGET_S, min(budget_s, STOP_BUDGET_S)))
 
     def _look_at_requests(self) -> PhaseEnd | None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from primerl_hpc.runtime.allocation import Allocation, read_allocation, seconds_
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
+from primerl_hpc.runtime.reserve import FULL, Reserve
 from primerl_hpc.runtime.srun_step import SrunStep
 from primerl_hpc.runtime.steps import Launch, Step
 from primerl_hpc.runtime.succession import Succession
@@ -45,6 +47,7 @@ class Supervisor:
         self.run_dir = run
         self.plan: Plan = load_plan(run)
         self.lock = SupervisorLock(run.supervisor_lock)
+        self.reserve = Reserve(run.reserve)
         self.attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
         self.state: dict[str, Any] = {}
         self.current: PhaseRun | None = None
@@ -75,6 +78,7 @@ class Supervisor:
         finally:
             heartbeat.cancel()
             self._end_strays()
+            self.reserve.release()
             self.lock.release()
 
     async def _run_phases(self) -> ExitCode:
@@ -135,6 +139,7 @@ class Supervisor:
         for stale in ("endpoints", "errors", "outcomes", "restart_requests"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
+        self.reserve.make()
         self.state = {
             "attempt": self.attempt,
             "state": RunState.STARTING.value,
@@ -191,13 +196,28 @@ class Supervisor:
 
     def set_state(self, state: RunState, **values: Any) -> None:
         self.state.update(state=state.value, updated=round(time.time(), 3), **values)
-        write_json(self.run_dir.state, self.state)
+        self.write(lambda: write_json(self.run_dir.state, self.state))
+
+    def write(self, write: Callable[[], object], *, is_vital: bool = False) -> None:
+        """On a full disk only last words and what is vital are written, with the reserve's space; the rest is dropped.
+
+        The run then ends by the fault of the role that needs the space, not by ours.
+        """
+        try:
+            write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if is_vital or self.is_closing:
+                self.reserve.spend()
+                with contextlib.suppress(OSError):
+                    write()
 
     def set_stopping(self) -> None:
         self.set_state(RunState.STOPPING)
 
     def _event(self, event: str, **details: Any) -> None:
-        record_event(self.run_dir, event, **details)
+        self.write(lambda: record_event(self.run_dir, event, **details))
         log.info(
             "%s %s", event, " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
         )

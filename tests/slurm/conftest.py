@@ -16,13 +16,29 @@ from tests.support import ROOT
 
 
 @pytest.fixture(scope="session")
-def virtual_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def disk_of_all_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """64 MiB that every node sees: it must be mounted before the cluster is up."""
     if os.geteuid() != 0:
         pytest.skip("a virtual SLURM cluster needs root")
+    folder = tmp_path_factory.mktemp("small")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(disk_of_all_nodes: Path) -> Iterator[Path]:
+    yield disk_of_all_nodes
+    for entry in disk_of_all_nodes.iterdir():
+        shutil.rmtree(entry)
+
+
+@pytest.fixture(scope="session")
+def virtual_cluster(tmp_path_factory: pytest.TempPathFactory, disk_of_all_nodes: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     size = ["--nodes", str(NODES), "--gpus", "8", "--node-timeout", "6", "--requeue-delay", "8"]
     image = os.environ.get("VIRTUAL_CLUSTER_IMAGE")  # another SLURM: a root file system made by mmdebstrap
-    other = ["--image", image, "--bind", str(ROOT)] if image else []
+    other = ["--image", image, "--bind", f"{ROOT} {disk_of_all_nodes}"] if image else []
     up = subprocess.run(
         [str(TOOL), "--dir", str(made.folder), "up", *size, *other],
         capture_output=True,
@@ -49,8 +65,8 @@ def cluster(virtual_cluster: Cluster) -> Cluster:
 def new_toy(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmToy]]:
     made: list[SlurmToy] = []
 
-    def make(name: str = "run", **scheduler: Any) -> SlurmToy:
-        made.append(SlurmToy(cluster, tmp_path / name, **scheduler))
+    def make(name: str = "run", root: Path | None = None, **scheduler: Any) -> SlurmToy:
+        made.append(SlurmToy(cluster, root or tmp_path / name, **scheduler))
         return made[-1]
 
     yield make
