@@ -177,6 +177,8 @@ class PhaseRun:
         if is_there(request):
             asked = read_json_or_none(request) or {}
             request.unlink(missing_ok=True)
+            if asked.get("incarnation", each.incarnation) != each.incarnation:
+                return  # it is about a life that has ended; its successor is none the worse for it
             self.supervisor.record("role_restart_requested", process=name, reason=asked.get("reason"))
             await each.step.terminate()
 

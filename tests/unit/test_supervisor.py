@@ -188,6 +188,24 @@ def test_a_peer_may_ask_for_a_restart(toy: Toy) -> None:
     toy.end()
 
 
+def test_a_wish_to_restart_a_life_that_has_ended_spares_its_successor(toy: Toy) -> None:
+    """A peer that talked to a killed engine complains of it; the supervisor has started the next one already."""
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    os.kill(toy.pid_of("inference-0"), signal.SIGKILL)
+    wait_for(lambda: len(toy.events("role_ready")) == 2)
+    request = toy.run.restart_request("inference-0")
+    write_json(request, {"reason": "it did not answer", "incarnation": 0})
+    wait_for(lambda: not request.exists())
+    write_json(request, {"reason": "it did not answer", "incarnation": 1})
+    wait_for(lambda: len(toy.events("role_ready")) == 3)
+    assert len(toy.events("role_restart_requested")) == 1
+    write_json(toy.run.stop_request, {"now": True})
+    toy.end()
+
+
 def test_a_stop_request_ends_with_75_when_both_sides_saved(toy: Toy) -> None:
     toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
     toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)

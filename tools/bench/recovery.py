@@ -61,7 +61,7 @@ def kill_engine(run: RunDir) -> dict[str, Any]:
     os.kill(int(before["pid"]), 9)
     time.sleep(SETTLE_S)
     size = run.traces("train").stat().st_size
-    ready = lambda: (read_endpoint(run, ENGINE) or {}).get("incarnation") == lives + 1  # noqa: E731
+    ready = lambda: (read_endpoint(run, ENGINE) or {}).get("incarnation", 0) > lives  # noqa: E731
     is_ready = wait_for("the new engine", run, ready)
     rollout = wait_for("a rollout", run, lambda: run.traces("train").stat().st_size > size)
     wait_for("its event", run, lambda: _ready_events(run)[-1]["time"] > killed)
