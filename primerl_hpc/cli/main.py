@@ -27,7 +27,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("status", "All runs on one screen, or one run in depth."),
         "list": ("list_runs", "Names and folders of your runs."),
         "logs": ("logs", "Print or follow the log of any role."),
-        "diagnose": ("diagnose", "The first fault of a run, and what to do."),
+        "diagnose": ("diagnose", "What is wrong with a run, and what to do."),
+        "report": ("report", "One HTML page of a run, to keep or to send."),
     },
     "Steer": {
         "cancel": ("cancel", "Save and stop a run (--now: without saving)."),

@@ -1,4 +1,6 @@
-"""Looks at runs, from files alone: works on a login node, on a dead run, and while one is running.
+"""Looks at runs, from files and one question to SLURM: works on a login node, on a dead run, and while one is running.
 
-Reading order: snapshot (what a run is doing) → status, follow, logs, diagnose (ways of showing it) → plot.
+Reading order: snapshot (what a run is doing) with bottleneck and forecast → slurm (asked politely) → catalog (all runs) →
+table, depth, screen (`status`) → usage → logfiles, logs → diagnose with patterns and reasons → follow, summary →
+report with svg → plot, text.
 """

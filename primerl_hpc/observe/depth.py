@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -11,13 +10,18 @@ from typing import Any
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.observe.plot import format_count
+from primerl_hpc.observe.reasons import explain_reason
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
-from primerl_hpc.observe.table import WIDTH, colored, cut, format_age
+from primerl_hpc.observe.table import colored
+from primerl_hpc.observe.text import HARD_BLANK, WIDTH, cut, format_age, labelled, wrap
 from primerl_hpc.observe.usage import Accounting, Usage, attempts_of, own_usage
 
-LAST_EVENTS = 6
+LAST_EVENTS = 20
+"""In JSON; on the screen, which should fit into 24 lines, `SHOWN_EVENTS`."""
+SHOWN_EVENTS = 4
 MOST_LINES = 12
 """More processes than this are told by role."""
 _METRICS = (
@@ -36,11 +40,14 @@ class OneRun:
     def __init__(self, run: RunDir, jobs: JobWatcher, accounting: Accounting) -> None:
         self.run, self.jobs, self.accounting = run, jobs, accounting
         self.snapshot: Snapshot
+        self.fact: JobFact | None = None
         self.usage: Usage | None = None
         self.events: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        self.snapshot = take_snapshot(self.run, self.jobs.facts_of([self.run]))
+        facts = self.jobs.facts_of([self.run])
+        self.snapshot = take_snapshot(self.run, facts)
+        self.fact = facts.get(str(self.snapshot.job.get("job_id")))
         self.events = list(read_jsonl(self.run.events))
         self.usage = self._usage()
 
@@ -74,23 +81,26 @@ class OneRun:
             f"  {snapshot.run.root}",
         ]
         for words in (snapshot.message, trouble and f"as the run's own files say: {trouble}"):
-            lines += _wrap(f"  {words}", "  ") if words else []
+            lines += wrap(f"  {words}", "  ") if words else []
         lines += _relatives(snapshot)
         lines += ["", *_numbers(snapshot)]
+        reason = explain_reason(self.fact.reason) if self.fact and self.fact.is_waiting else None
         for label, words in (
+            ("waits for", reason.words if reason else None),
             ("bottleneck", snapshot.bottleneck.sentence if snapshot.bottleneck else None),
             ("time", snapshot.forecast.sentence if snapshot.forecast else None),
             ("used", self.usage.sentence if self.usage else None),
             ("restarts", ", ".join(f"{name} ×{count}" for name, count in snapshot.restarts.items())),
         ):
-            lines += _wrap(f"{label:<11} {words}", " " * 12) if words else []
+            lines += labelled(label, words, 12)
         if snapshot.processes:
             lines += ["", *_processes(snapshot)]
-        return "\n".join([*lines, "", *_events(self.events)])
+        return "\n".join([*lines, *_events(self.events)])
 
 
 def _where(snapshot: Snapshot) -> str:
-    job, attempt = snapshot.job, f"attempt {snapshot.attempt}"
+    job = snapshot.job
+    attempt = f"attempt {snapshot.attempt}" if snapshot.attempt else "not started"
     place = f", {job['place']}" if "place" in job else ""
     return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')}){place}" if job else attempt
 
@@ -120,7 +130,7 @@ def _numbers(snapshot: Snapshot) -> list[str]:
         numbers.append(f"trainer peak {memory:.1f} GiB a {kind}")
     if isinstance(cache := metrics.get("inference/kv_usage/max"), float):
         numbers.append(f"KV cache {cache:.0%}")
-    return lines + (_wrap("  " + "  ".join(number.replace(" ", "\0") for number in numbers), "  "))
+    return lines + (wrap("  " + "  ".join(number.replace(" ", HARD_BLANK) for number in numbers), "  "))
 
 
 def _known(metrics: Mapping[str, Any]) -> list[tuple[str, str, float]]:
@@ -141,23 +151,18 @@ def _processes(snapshot: Snapshot) -> list[str]:
     for name, process in list(processes.items())[:MOST_LINES]:
         hosts = process.get("hosts") or []
         where = ",".join(hosts) if len(hosts) <= 3 else f"{hosts[0]} … {hosts[-1]} ({len(hosts)} nodes)"
-        where = "  ".join(filter(None, (where, process.get("exit") or process.get("url"))))
+        has_ended = process.get("state") in ("exited", "ended")
+        where = "  ".join(filter(None, (where, process.get("exit" if has_ended else "url"))))
         head = f"{name:<18} {process.get('state', '?'):<9} {process.get('incarnation', 0):>8}  "
         lines.append(head + cut(where, WIDTH - len(head)))
     return lines
 
 
 def _events(events: list[dict[str, Any]]) -> list[str]:
-    now, lines = time.time(), ["last events"]
-    for event in events[-LAST_EVENTS:]:
+    now, lines = time.time(), ["", "last events"] if events else []
+    for event in events[-SHOWN_EVENTS:]:
         rest = "  ".join(f"{k}={v}" for k, v in event.items() if k not in ("time", "event") and v is not None)
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         age = f"{format_age(now - event['time'])} ago"
-        lines.append(cut(f"  {clock} {age:>8}  {event['event']:<16} {rest}", WIDTH).rstrip())
+        lines.append(cut(f"  {clock} {age:>8}  {event['event']:<15} {rest}", WIDTH).rstrip())
     return lines
-
-
-def _wrap(text: str, indent: str) -> list[str]:
-    """Lines of `WIDTH` columns; a NUL stands for a blank at which no line breaks."""
-    lines = textwrap.wrap(text, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
-    return [line.replace("\0", " ") for line in lines]

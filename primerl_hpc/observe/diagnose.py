@@ -20,6 +20,7 @@ from primerl_hpc.observe.plot import format_duration
 from primerl_hpc.observe.reasons import explain_reason
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, last_words, take_snapshot
+from primerl_hpc.observe.text import labelled, wrap
 
 _FIELDS = "JobID,JobName,State,ExitCode,NodeList,Reason"
 SLOW = 5.0
@@ -234,29 +235,29 @@ def _pulse(snapshot: Snapshot) -> str:
 
 
 def tell(found: Diagnosis, num_lines: int) -> str:
+    """Lines of a log are not broken; everything else has 80 columns."""
     snapshot, failure = found.snapshot, found.failure
     at = f" at step {snapshot.step} of {snapshot.max_steps}" if snapshot.step else ""
-    lines = [f"{snapshot.name}: {snapshot.state.value}{at}, attempt {snapshot.attempt}"]
-    if failure:
-        lines += [f"first fault   {_who(failure)}", f"              {failure['message']}"]
-    elif snapshot.message:
-        lines.append(f"              {snapshot.message}")
+    life = f", attempt {snapshot.attempt}" if snapshot.attempt else ""
+    lines = [f"{snapshot.name}: {snapshot.state.value}{at}{life}"]
     for label, words in (
+        ("first fault", _who(failure) if failure else None),
+        ("", failure["message"] if failure else snapshot.message if not found.waits_for else None),
         ("SLURM", found.slurm.sentence if found.slurm else None),
         ("waits for", found.waits_for),
         ("looks like", found.known.what if found.known else None),
         ("mend", found.known.mend if found.known else None),
     ):
-        lines += [f"{label:<13} {words}"] if words else []
+        lines += labelled(label, words, 13)
     if failure and failure.get("last_lines"):
         lines += [f"\nlast lines of {failure['log']}:"]
         lines += [f"    {line}" for line in failure["last_lines"][-num_lines:]]
     if found.can_retry is not None:
-        lines.append(f"\ntry again?    {'yes' if found.can_retry else 'no'}: {found.advice}")
+        lines += ["", *labelled("try again?", f"{'yes' if found.can_retry else 'no'}: {found.advice}", 13)]
     else:
-        lines.append(found.advice)
-    if found.next_command:
-        lines.append(f"next          {found.next_command}")
+        lines += wrap(found.advice, "")
+    if found.next_command:  # to be copied: in one line
+        lines.append(f"next         {found.next_command}")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
     jobs = JobWatcher()
     snapshots = [take_snapshot(run, jobs.facts_of(runs)) for run in runs]     # as often as you like
 
-Between two questions the last answer is given again. An ended job is never asked about again, a run whose own files
+Between two questions the last answer is given again. An ended job is not asked about again, a run whose own files
 changed is asked about soon, and a SLURM that does not answer less and less often.
 """
 
@@ -46,7 +46,7 @@ class JobWatcher:
 
     def facts(self, jobs: Mapping[str, object]) -> dict[str, JobFact]:
         """``jobs``: id → what its run's files say (anything that changes when they do)."""
-        wanted = [job for job in jobs if job not in self._facts or not self._facts[job].has_ended]
+        wanted = [job for job, says in jobs.items() if self._may_change(job, says)]
         if any(job not in self._told for job in wanted):
             self._next = 0.0
         elif any(self._told[job] != jobs[job] for job in wanted):
@@ -55,6 +55,11 @@ class JobWatcher:
             self._told = dict(jobs)
             self._refresh(sorted(wanted))
         return {job: self._facts[job] for job in jobs if job in self._facts}
+
+    def _may_change(self, job: str, says: object) -> bool:
+        """An ended job comes back when somebody requeues it: then its run's files say something else."""
+        fact = self._facts.get(job)
+        return fact is None or not fact.has_ended or self._told.get(job) != says
 
     def _refresh(self, jobs: list[str]) -> None:
         before = {job: self._facts.get(job) for job in jobs}

@@ -194,6 +194,9 @@ def real_state(
     owner = read_json_or_none(run.supervisor_lock)
     if is_owner_alive(owner, run.supervisor_lock):
         return written, state.get("message")
+    newer = read_json_or_none(run.state)
+    if newer and newer != state:  # its last word came while we looked, and then it gave the lock back
+        return real_state(run, newer, job, jobs)
     return RunState.FAILED, f"its supervisor died; go on with: primerl-hpc resume {run.root.name}"
 
 

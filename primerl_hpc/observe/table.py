@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from fnmatch import fnmatchcase
@@ -14,8 +15,8 @@ from primerl_hpc.observe.catalog import Brief, Catalog
 from primerl_hpc.observe.plot import format_count, format_duration
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
+from primerl_hpc.observe.text import WIDTH, cut, format_age
 
-WIDTH = 80
 _COLORS = {
     RunState.RUNNING: "green",
     RunState.DONE: "cyan",
@@ -24,6 +25,7 @@ _COLORS = {
     RunState.CANCELLED: "yellow",
 }
 _HEADER = f"{'RUN':<29} {'STATE':<9} {'STEP':>9} {'REWARD':>6} {'TOK/S':>6} {'LEFT':>9}  {'AGE':>4}"
+_START = re.compile(r", expected start \d+-(\d+-\d+)T(\d+:\d+):\d+$")
 _NUMBERS = len(_HEADER) - 29 - 1 - 9 - 1 - 6
 
 
@@ -85,7 +87,8 @@ def _line(brief: Brief, snapshot: Snapshot, now: float) -> str:
     head = f"{cut(brief.name, 29):<29} {colored(brief.state, 9)} "
     age = f"  {format_age(now - brief.registered.submitted):>4}"
     if brief.state in (RunState.PENDING, RunState.UNKNOWN) and brief.message:
-        return head + f"{cut(brief.message, _NUMBERS):<{_NUMBERS}}" + age
+        words = _START.sub(r", at \1 \2", brief.message)
+        return head + f"{cut(words, _NUMBERS):<{_NUMBERS}}" + age
     reward, speed = snapshot.metrics.get("reward/mean"), snapshot.metrics.get("perf/throughput")
     left = format_duration(snapshot.seconds_left) if snapshot.seconds_left is not None else "-"
     step = f"{snapshot.step}/{snapshot.max_steps}" if snapshot.max_steps else "-"
@@ -95,18 +98,6 @@ def _line(brief: Brief, snapshot: Snapshot, now: float) -> str:
         + f"{format_count(speed) if isinstance(speed, float) else '-':>6} {left:>9}"
         + age
     )
-
-
-def format_age(seconds: float) -> str:
-    """``42s``, ``5m``, ``3h``, ``12d``: one number of at most three digits, for narrow columns."""
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "m"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0, round(seconds / unit))}{name}"
-    return f"{round(seconds / 86400)}d"
-
-
-def cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def colored(state: RunState, width: int = 0) -> str:

@@ -206,7 +206,8 @@ def test_a_killed_rank_is_explained_by_slurms_word_of_its_step(run: RunDir) -> N
     sacct += row("17.4", "trainer-0", "OUT_OF_MEMORY", "0:125", "gpu-b", "")
     found, text = look(run, sacct=sacct)
     assert found.known is not None and found.known.name == "host memory"
-    assert "step trainer-0 OUT_OF_MEMORY" in text and "out of host memory, by the scheduler" in text
+    words = " ".join(text.split())
+    assert "step trainer-0 OUT_OF_MEMORY" in words and "out of host memory, by the scheduler" in words
 
 
 @pytest.mark.parametrize(

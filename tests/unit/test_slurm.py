@@ -200,3 +200,22 @@ def test_slurm_and_the_runs_own_files_make_one_state(
 ) -> None:
     state, message = state_of(run, written, fact)
     assert state == expected and words in (message or "")
+
+
+@pytest.mark.parametrize("last_word", ["pending", "done", "stopped"])
+def test_a_last_word_that_comes_while_one_looks_counts(run: RunDir, last_word: str) -> None:
+    """The lock is given back after it: whoever read the state before sees no supervisor any more."""
+    write_json(run.state, {"state": last_word, "updated": 2.0})
+    run.supervisor_lock.unlink()
+    assert state_of(run, "stopping", JobFact("7", "RUNNING"))[0] == last_word
+
+
+def test_an_ended_job_is_asked_about_again_when_its_run_says_something_new(
+    slurm: Slurm, jobs: JobWatcher
+) -> None:
+    slurm.squeue = line("1", "NODE_FAIL", "None", "", "n1")
+    assert jobs.facts({"1": "running"})["1"].has_ended
+    slurm.now += 1e6
+    slurm.squeue = line("1", "RUNNING", "None", "", "n2")
+    assert jobs.facts({"1": "running"})["1"].has_ended
+    assert jobs.facts({"1": "starting"})["1"].state == "RUNNING"

@@ -23,7 +23,8 @@ from primerl_hpc.observe.depth import OneRun
 from primerl_hpc.observe.forecast import make_forecast
 from primerl_hpc.observe.screen import SLOWEST_S, fit, next_pause
 from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.table import AllRuns, format_age
+from primerl_hpc.observe.table import AllRuns
+from primerl_hpc.observe.text import format_age
 from primerl_hpc.observe.usage import Accounting, attempts_of, own_usage, parse_use
 
 
@@ -307,7 +308,7 @@ def test_running_ones_come_first_then_waiting_then_the_newest(tmp_path: Path) ->
     view.look()
     assert [brief.name for brief, _ in view.shown] == ["lives", "waits", "new-failed", "old-done"]
     text = click.unstyle(view.text())
-    assert "Resources" in text and max(map(len, text.splitlines())) <= 80
+    assert "Resources, at 01-01 10:00" in text and max(map(len, text.splitlines())) <= 80
     assert slurm.asked == ["squeue"]
 
 

@@ -1,0 +1,118 @@
+"""`report`: one page that stands alone, with every curve there is, whatever the run directory holds."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from primerl_hpc.cli.report import command
+from primerl_hpc.common.files import append_json, write_json, write_text
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.svg import MOST_POINTS, chart, thin
+
+EVIL = "<script>alert('1')</script> & \"quotes\""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run, now = RunDir(tmp_path / "math-001"), time.time()
+    phase = {"name": "main", "recipe": {"kind": "rl", "max_steps": 3}, "processes": []}
+    write_json(run.plan, {"version": 1, "kind": "rl", "nodes": [{}], "phases": [phase]})
+    write_json(run.job, {"scheduler": "local", "job_id": "1", "attempt": 1, "submitted": now})
+    return run
+
+
+def write(run: RunDir) -> str:
+    done = CliRunner().invoke(command, [str(run.root)], catch_exceptions=False)
+    assert done.exit_code == 0 and done.output.strip() == str(run.report)
+    return run.report.read_text()
+
+
+def test_a_run_that_never_started_has_a_report_too(run: RunDir) -> None:
+    page = write(run)
+    assert "math-001" in page and "Attempts" not in page and "<svg" not in page
+
+
+def test_the_page_holds_curves_evaluations_attempts_faults_recipe_and_versions(run: RunDir) -> None:
+    now = time.time()
+    write_json(run.state, {"attempt": 2, "state": "failed", "phase": "main", "updated": now})
+    write_text(run.recipe, f"name: math\n# {EVIL}\n")
+    write_text(run.profile, "name: h100x64\n")
+    write_json(
+        run.provenance,
+        {
+            "primerl_hpc": "0.1.0",
+            "python": "3.11",
+            "packages": {"torch": "2.13.0"},
+            "code": {"commit": "0123456789abcdef", "dirty": True},
+        },
+    )
+    for attempt in (1, 2):
+        append_json(
+            run.events, {"time": now - 100, "event": "attempt_started", "attempt": attempt, "job": "1"}
+        )
+        append_json(run.events, {"time": now, "event": "role_exited", "process": EVIL})
+    for step in (1, 2, 3):
+        row = {"step": step, "time": now, "attempt": 2}
+        append_json(
+            run.metrics("trainer"),
+            {**row, "loss/mean": 0.5 / step, "time/step": 3.0, "optim/grad_norm": "nan"},
+        )
+        append_json(
+            run.metrics("orchestrator"), {**row, "reward/mean": step / 3, "completion_tokens/mean": 9.0}
+        )
+    append_json(
+        run.metrics("eval"), {"step": 0, "time": now, "attempt": 1, "eval/held-out/reward/mean": 0.25}
+    )
+    write_json(
+        run.failure,
+        {
+            "attempt": 2,
+            "process": "trainer-0",
+            "node": "n1",
+            "rank": 1,
+            "exit_code": 1,
+            "signal": None,
+            "message": EVIL,
+            "log": "x.log",
+            "last_lines": [EVIL],
+        },
+    )
+    page = write(run)
+    assert "<script" not in page and "http" not in page.replace("h100x64", "")
+    for words in (
+        "reward of the training rollouts",
+        "held-out reward by policy version",
+        "0.25",
+        "Attempts",
+        "trainer-0 rank 1 on n1",
+        "name: math",
+        "name: h100x64",
+        "0123456789ab, with changes",
+        "2.13.0",
+        "2 attempts",
+    ):
+        assert words in page, words
+    assert "gradient norm" not in page  # it was never a number
+    drawings = re.findall(r"<svg.*?</svg>", page)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+
+
+def test_long_curves_are_thinned_to_means() -> None:
+    points = [(float(x), float(x % 2)) for x in range(100_000)]
+    thinned = thin(points)
+    assert len(thinned) <= MOST_POINTS and all(y == pytest.approx(0.5) for _, y in thinned)
+    assert len(chart("long", {"a": points})) < 20_000
+
+
+def test_flat_and_single_points_are_drawn_and_nothing_is_nothing() -> None:
+    assert chart("none", {"a": []}) == ""
+    for points in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)]):
+        ElementTree.fromstring(re.search(r"<svg.*</svg>", chart("flat", {"a": points}))[0])  # type: ignore[index]
