@@ -30,9 +30,10 @@ from machine import ROOT, show
 
 TOOL = ROOT / "tools" / "virtual-cluster"
 LIMIT_S = 5.0
+# python3 for the libraries that the Python of this machine needs too (libffi, OpenSSL, …)
 _PACKAGES = (
     "slurmctld,slurmd,slurm-client,slurm-wlm-basic-plugins,slurmdbd,slurm-wlm-mysql-plugin,"
-    "mariadb-server,mariadb-client,munge,iproute2,procps"
+    "mariadb-server,mariadb-client,munge,iproute2,procps,python3"
 )
 
 
