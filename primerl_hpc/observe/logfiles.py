@@ -76,12 +76,13 @@ class LogFiles:
         return files if role is not None or node is not None else _thin(files)
 
     def hosts(self, attempt: int) -> list[str]:
-        """Names by node index of the plan, as far as they are known."""
+        """Names by node index of the plan; none before the attempt has its nodes."""
         try:
             return self.run.attempt_hosts(attempt).read_text().split()
         except FileNotFoundError:
             state = read_json_or_none(self.run.state) or {}
-            return [state["host"]] if state.get("host") else []
+            is_one_node = all(process["nodes"] == [0] for process in self.processes.values())
+            return [state["host"]] if is_one_node and state.get("host") else []
 
     def _process_files(self, name: str, attempt: int) -> Iterator[LogFile]:
         """A file; of a process on several nodes one a node, which `SrunStep` names by their place in it."""

@@ -160,9 +160,10 @@ class Follower:
         try:
             chosen = self.files.choose(self.role, node=self.node, rank=self.rank, attempt=self.attempt)
         except NotFoundError:
-            if self.node is None or self.files.hosts(self.files.last_attempt):
+            has_nodes = bool(self.files.hosts(self.attempt or self.files.last_attempt))
+            if self.node is None or (has_nodes and self.is_first):
                 raise
-            return []  # nodes are known when the job has started
+            return []  # it has no nodes yet, or this attempt has others
         lines = [line for order, file in enumerate(chosen) for line in self._new_lines(order, file)]
         self.is_first = self.is_first and not lines
         return lines

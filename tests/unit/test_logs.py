@@ -243,3 +243,17 @@ def test_a_follower_waits_in_the_queue_and_goes_on_with_the_next_attempt(
     following.wait_for("two")
     lines = [line for line in following.printed if "waiting" not in line]
     assert lines == ["one", "torn line", "── attempt 2 ──", "two"]
+
+
+def test_a_follower_of_a_node_waits_until_the_attempt_has_its_nodes(run: RunDir) -> None:
+    follower = Follower(LogFiles(run), "trainer", "gpu-b", None, None, 40, Filter())
+    write_json(run.state, {"attempt": 3, "state": "starting", "host": "gpu-a"})
+    assert follower.look() == []
+    write_text(run.attempt_hosts(3), "gpu-a\ngpu-b\ngpu-c\n")
+    write_text(run.attempt_logs(3) / "trainer_0.log", "three\n")
+    assert [line.text for line in follower.look()] == ["three"]
+    write_text(run.attempt_hosts(4), "gpu-d\ngpu-e\ngpu-f\n")
+    write_json(run.state, {"attempt": 4, "state": "running", "host": "gpu-d"})
+    assert follower.look() == []  # a later attempt may get that node again
+    with pytest.raises(NotFoundError, match="gpu-e"):
+        Follower(LogFiles(run), "trainer", "gpu-b", None, None, 40, Filter()).look()
