@@ -195,6 +195,18 @@ class Scheduler(Block):
         return self
 
 
+class Elastic(Block):
+    """How jobs of elastic engines (``layout.inference.elastic``) differ from the run's own; null: they do not."""
+
+    partition: OneLine | None = None
+    """May be a preemptible one: an engine that is taken away is missed by nobody for long."""
+    account: OneLine | None = None
+    qos: OneLine | None = None
+    constraint: OneLine | None = None
+    time: SlurmTime | None = None
+    """Walltime of one engine's job; an engine whose time is over goes back into the queue."""
+
+
 class Node(Block):
     """The shape of one node."""
 
@@ -260,6 +272,7 @@ class Profile(Block):
     nodes: PositiveInt = 1
     """Nodes a job may have at most."""
     scheduler: Scheduler = Scheduler()
+    elastic: Elastic = Elastic()
     node: Node = Node()
     network: Network = Network()
     software: Software = Software()

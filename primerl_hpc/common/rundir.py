@@ -145,6 +145,11 @@ class RunDir:
         """``rank_R.json``: where each rank of a hung trainer was."""
         return self.control / "hangs" / process
 
+    @property
+    def live_version(self) -> Path:
+        """``{"version": n}``: the policy version that engines serve now; written by the orchestrator."""
+        return self.control / "live_version.json"
+
     def heartbeat(self, process: str) -> Path:
         return self.control / "heartbeats" / f"{process}.json"
 
@@ -170,6 +175,10 @@ class RunDir:
 
     def metrics(self, role: str) -> Path:
         return self.root / "metrics" / f"{role}.jsonl"
+
+    def progress(self) -> int:
+        """A number that grows with every row of metrics that any role writes, that is with every finished step."""
+        return sum(path.stat().st_size for path in (self.root / "metrics").glob("*.jsonl"))
 
     @property
     def tracker_offsets(self) -> Path:

@@ -86,7 +86,7 @@ def _serve(
 ) -> None:
     from primerl_hpc.inference import vllm_compat
 
-    listener = bind_listener(listen_host(len(plan.nodes)), run.last_port(process))
+    listener = bind_listener(listen_host(plan.num_hosts), run.last_port(process))
     host, port = listener.getsockname()[:2]
     state = routes.EngineState(
         process, env.attempt(), env.incarnation(), weights.version, api_key=ensure_api_key(run)

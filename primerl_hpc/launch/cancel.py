@@ -64,4 +64,4 @@ def _drop_job(job: dict[str, Any]) -> None:
         except ProcessLookupError:
             return
     else:
-        drop_jobs([str(job["job_id"])])
+        drop_jobs([str(job[name]) for name in ("job_id", "engines_job_id") if name in job])

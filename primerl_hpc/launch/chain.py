@@ -55,6 +55,11 @@ def check_chain(request: ChainRequest, plan: Plan) -> None:
             f"a chain goes on from checkpoints, and a run of kind {plan.kind.value} makes none",
             mend="raise scheduler.time in the profile instead",
         )
+    if plan.num_elastic:
+        raise ConfigError(
+            "elastic engines belong to one job, which goes on by requeue",
+            mend="leave --chain and --until-done out",
+        )
     if not 1 <= request.links <= MOST_LINKS:
         raise ConfigError(f"--chain takes 1 to {MOST_LINKS} links")
 

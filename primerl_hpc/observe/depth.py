@@ -102,7 +102,8 @@ def _where(snapshot: Snapshot) -> str:
     job = snapshot.job
     attempt = f"attempt {snapshot.attempt}" if snapshot.attempt else "not started"
     place = f", {job['place']}" if "place" in job else ""
-    return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')}){place}" if job else attempt
+    engines = f", engines in job {job['engines_job_id']}" if "engines_job_id" in job else ""
+    return f"{attempt}, job {job.get('job_id')} ({job.get('scheduler')}){engines}{place}" if job else attempt
 
 
 def _relatives(snapshot: Snapshot) -> list[str]:

@@ -79,6 +79,8 @@ class Follower:
                 self.say(f"{process} is ready after {event['after_s']} s{where}")
             case "role_exited" if event.get("status") != "exit code 0":
                 self.say(f"{process} ended: {event['status']}")
+            case "engine_joined" | "engine_left":
+                self.say(f"{process} {event['event'].removeprefix('engine_')} at {event['url']}")
             case "role_restarting":
                 self.say(f"{process} is started again")
             case "stop_requested":

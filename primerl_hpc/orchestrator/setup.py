@@ -91,7 +91,9 @@ async def wait_for_peers(
 ) -> None:
     """Environment servers, engines and router at the same time. Raises TimeoutWaitingError naming who is missing."""
     timeouts = phase.recipe.timeouts
-    num_engines = len(phase.of_role(Role.INFERENCE))
+    num_engines = len(phase.of_role(Role.INFERENCE)) or min(
+        1, len(phase.elastic)
+    )  # one elastic engine will do
     clients = [handle.client for each in handles.values() for handle in each]
     async with asyncio.TaskGroup() as group:
         group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.files import write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
 from primerl_hpc.transport.weights import WeightReader
@@ -127,6 +128,7 @@ class WeightWatcher:
     def _live(self, version: int) -> None:
         previous, self.version = self.version, version
         self.last_live = time.monotonic()
+        write_json(self.run.live_version, {"version": version})
         if previous > 0 and previous != version:
             self.reader.close(previous, READER)
         self.on_live(version)

@@ -45,9 +45,11 @@ def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str)
             name=name,
             recipe=phase_recipe,
             model_path=model_path,
-            processes=_Processes(phase_recipe, profile, layout, run_dir, python, name).all(),
+            processes=made.all(),
+            elastic=made.elastic(),
         )
         for name, phase_recipe, model_path in _phases(recipe, run_dir)
+        for made in (_Processes(phase_recipe, profile, layout, run_dir, python, name),)
     )
     return Plan(
         name=recipe.name,
@@ -110,11 +112,8 @@ class _Processes:
         if self.recipe.kind == Kind.SFT:
             assert self.layout.trainer is not None
             return (self._process(Role.SFT, 0, self.layout.trainer, "sft.log"),)
+        engines = self._engines(self.layout.replicas)
         ready_s = self.recipe.timeouts.inference_ready_s
-        engines = [
-            self._process(Role.INFERENCE, index, placement, f"inference/{index}.log", ready_s)
-            for index, placement in enumerate(self.layout.replicas)
-        ]
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
         if self.recipe.kind == Kind.INFERENCE:
             return (*engines, router)
@@ -125,6 +124,16 @@ class _Processes:
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
         trainer = self._process(Role.TRAINER, 0, self.layout.trainer, "trainer.log")
         return (*engines, router, *servers, orchestrator, trainer)
+
+    def elastic(self) -> tuple[ProcessPlan, ...]:
+        return self._engines(self.layout.elastic) if self.recipe.kind == Kind.RL else ()
+
+    def _engines(self, placements: tuple[Placement, ...]) -> tuple[ProcessPlan, ...]:
+        ready_s = self.recipe.timeouts.inference_ready_s
+        return tuple(
+            self._process(Role.INFERENCE, index, placement, f"inference/{index}.log", ready_s)
+            for index, placement in enumerate(placements)
+        )
 
     def _env_servers(self, head: Placement) -> list[ProcessPlan]:
         environments = self.recipe.environments

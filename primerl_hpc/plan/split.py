@@ -6,11 +6,11 @@ ever given twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.names import Kind
+from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
 
@@ -29,15 +29,18 @@ class Split:
     trainer: Placement | None
     head: int  # node of orchestrator, router and environment servers
     notes: tuple[str, ...]
+    elastic: tuple[Placement, ...] = ()  # one per engine that has a job of its own
 
 
 def split(recipe: Recipe, profile: Profile) -> Split:
     """Raises ConfigError, with the numbers, when the recipe asks for more than the profile has."""
-    needs_inference = recipe.kind != Kind.SFT
+    layout = recipe.layout.inference
+    needs_inference = recipe.kind != Kind.SFT and not layout.elastic
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
     if needs_inference:
-        _check_replica(recipe.layout.inference, profile)
+        _check_replica(layout, profile)
     notes: list[str] = []
+    elastic = _elastic(recipe, profile, notes) if layout.elastic else ()
     if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
         result = _split_one_node(recipe, profile, needs_inference, needs_trainer, notes)
     else:
@@ -47,7 +50,32 @@ def split(recipe: Recipe, profile: Profile) -> Split:
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}",
             mend="lower layout.inference.nodes or layout.trainer.nodes",
         )
-    return result
+    return replace(result, elastic=elastic)
+
+
+def _elastic(recipe: Recipe, profile: Profile, notes: list[str]) -> tuple[Placement, ...]:
+    layout = recipe.layout.inference
+    assert layout.replicas != "auto"  # the schema asks for a number
+    if recipe.kind != Kind.RL:
+        raise ConfigError(f"layout.inference.elastic belongs to kind rl, this is kind {recipe.kind}")
+    if profile.scheduler.type != "slurm":
+        raise ConfigError(
+            f"profile '{profile.name}' is local, and elastic engines are SLURM jobs",
+            mend="leave layout.inference.elastic out here",
+        )
+    if profile.software.of_role(Role.INFERENCE).container.kind == "pyxis":
+        raise ConfigError(
+            "elastic engines are no SLURM steps, and a pyxis container needs one",
+            mend="use apptainer for inference",
+        )
+    size, per_node = layout.accelerators_per_replica, profile.accelerators_per_node
+    if size > per_node:
+        raise ConfigError(
+            f"an elastic engine has one node, of {per_node} accelerators, and is to have {size}",
+            mend="lower layout.inference.tensor_parallel or data_parallel",
+        )
+    notes.append(f"layout.inference.elastic: {layout.replicas} engines, each in a job of its own")
+    return (Placement((0,), tuple(range(size))),) * layout.replicas
 
 
 def _check_replica(layout: InferenceLayout, profile: Profile) -> None:

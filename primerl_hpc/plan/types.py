@@ -64,12 +64,15 @@ class PhasePlan(Block):
     model_path: str
     """Hub id or absolute folder of the phase's initial weights (policy v0)."""
     processes: tuple[ProcessPlan, ...]
+    elastic: tuple[ProcessPlan, ...] = ()
+    """Engines that join from jobs of their own; each is alone on node 0 of its job."""
 
     def process(self, name: str) -> ProcessPlan:
-        for process in self.processes:
+        every = (*self.processes, *self.elastic)
+        for process in every:
             if process.name == name:
                 return process
-        known = ", ".join(process.name for process in self.processes)
+        known = ", ".join(process.name for process in every)
         raise NotFoundError(f"no process '{name}' in phase '{self.name}'", mend=f"it has: {known}")
 
     def of_role(self, role: Role) -> tuple[ProcessPlan, ...]:
@@ -98,6 +101,16 @@ class Plan(Block):
     phases: tuple[PhasePlan, ...]
     notes: tuple[str, ...] = ()
     """Choices that the planner made for the user, in words."""
+
+    @property
+    def num_elastic(self) -> int:
+        """Engines that join from a job array."""
+        return max(len(phase.elastic) for phase in self.phases)
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines on which processes of the run may be, at most."""
+        return len(self.nodes) + self.num_elastic
 
     def phase(self, name: str) -> PhasePlan:
         for phase in self.phases:

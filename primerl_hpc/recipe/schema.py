@@ -75,10 +75,22 @@ class InferenceLayout(Block):
     """Data-parallel ranks inside one engine (mixture-of-experts models); dense models use ``replicas``."""
     expert_parallel: Bool = False
     """Spread experts over the tensor and data parallel ranks of an engine."""
+    elastic: Bool = False
+    """Engines in a job array of their own, which join and leave a running trainer job; needs ``replicas``."""
+    partition: str | None = None
+    """Partition of the elastic engines; default: the profile's ``elastic.partition``, else the run's own."""
 
     @property
     def accelerators_per_replica(self) -> int:
         return self.tensor_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _elastic_engines_are_counted(self) -> Self:
+        if self.partition is not None and not self.elastic:
+            raise ValueError("partition is for elastic engines; set elastic: true")
+        if self.elastic and (self.replicas == "auto" or self.nodes != "auto"):
+            raise ValueError("elastic engines need replicas, a number, and nodes: auto")
+        return self
 
 
 class TrainerLayout(Block):

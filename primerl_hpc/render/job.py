@@ -1,6 +1,7 @@
 """job.sbatch: directives, site setup, then ``exec`` of the supervisor, so the batch process *is* the supervisor.
 
 export.sbatch is the same but for its last line.
+engines.sbatch: the same for elastic engines, a job array whose batch processes are the engines' hosts.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from primerl_hpc import __version__
-from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.cluster.schema import Node, Profile, Scheduler
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.plan.types import Plan
@@ -36,23 +37,50 @@ def render_export(plan: Plan, profile: Profile, *, python: str, package_root: st
     return _render("export.sbatch", alone, profile, python, package_root, export=after.export)
 
 
+def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: str | None = None) -> str:
+    """The job array of a plan with elastic engines; each task asks for what its engine takes of a node."""
+    layout = next(phase for phase in plan.phases if phase.elastic).recipe.layout.inference
+    given = profile.elastic.model_dump(exclude_none=True)
+    if layout.partition is not None:
+        given["partition"] = layout.partition
+    # dependency and start time are the run's own; an engine that is taken away comes back
+    given |= {"requeue": True, "dependency": None, "begin": None}
+    scheduler, node = profile.scheduler.model_copy(update=given), profile.node
+    if node.gpus and layout.accelerators_per_replica < node.gpus:
+        scheduler, node = _share_of_node(scheduler, node, layout.accelerators_per_replica)
+    one = plan.model_copy(update={"name": f"{plan.name}-engines", "nodes": plan.nodes[:1]})
+    more = {"scheduler": scheduler, "node": node, "array": f"0-{plan.num_elastic - 1}"}
+    more |= {"output": output_pattern(plan.run_dir, "engines-%A_%a")}
+    return _render("engines.sbatch", one, profile, python, package_root, **more)
+
+
+def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Scheduler, Node]:
+    """So many of a node's GPUs, with their share of its cores and, where the profile asks for all of it, its memory."""
+    part = gpus / node.gpus
+    shared: dict[str, object] = {"exclusive": False}
+    if scheduler.memory == "0":
+        shared["memory"] = f"{int(node.memory_gib * part)}G" if node.memory_gib else None
+    smaller = {"gpus": gpus, "cores": max(1, int(node.cores * part))}
+    return scheduler.model_copy(update=shared), node.model_copy(update=smaller)
+
+
 def _render(
     script_name: str, plan: Plan, profile: Profile, python: str, package_root: str | None, **more: object
 ) -> str:
-    script = render_template(
-        f"{script_name}.j2",
-        first=own_templates(profile),
-        plan=plan,
-        profile=profile,
-        scheduler=profile.scheduler,
-        node=profile.node,
-        software=profile.software,
-        python=python,
-        package_root=package_root,
-        output=output_pattern(plan.run_dir) if plan.scheduler == "slurm" else "",
-        version=__version__,
+    """``more`` variables of the template, some of which may take the place of the usual ones."""
+    variables = {
+        "plan": plan,
+        "profile": profile,
+        "scheduler": profile.scheduler,
+        "node": profile.node,
+        "software": profile.software,
+        "python": python,
+        "package_root": package_root,
+        "output": output_pattern(plan.run_dir) if plan.scheduler == "slurm" else "",
+        "version": __version__,
         **more,
-    )
+    }
+    script = render_template(f"{script_name}.j2", first=own_templates(profile), **variables)
     check_script(script, place=script_name)
     return script
 
@@ -62,7 +90,7 @@ def own_templates(profile: Profile) -> list[Path]:
     return [Path(profile.templates)] if profile.templates else []
 
 
-def output_pattern(run_dir: str) -> str:
+def output_pattern(run_dir: str, name: str = "%j") -> str:
     """``--output`` of the batch process. SLURM expands % in it, and drops every backslash together with its own %j.
 
     Raises ConfigError for a run directory with a backslash.
@@ -72,4 +100,4 @@ def output_pattern(run_dir: str) -> str:
             f"SLURM cannot write its log into {run_dir}: it drops backslashes from paths",
             mend="choose another --run-dir",
         )
-    return run_dir.replace("%", "%%") + "/logs/slurm-%j.out"
+    return run_dir.replace("%", "%%") + f"/logs/slurm-{name}.out"

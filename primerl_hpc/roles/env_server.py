@@ -44,7 +44,7 @@ def serve(role: RoleProcess) -> None:
         try:
             serve_env(
                 max_workers=1,
-                address=f"tcp://{listen_host(len(role.plan.nodes))}:0",
+                address=f"tcp://{listen_host(role.plan.num_hosts)}:0",
                 address_queue=_Publisher(role, environment.label, split),
                 config=config,
                 max_concurrent=environment.max_concurrent,

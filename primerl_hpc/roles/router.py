@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.listen import bind_listener, free_port, listen_host
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint, read_endpoints
@@ -67,7 +68,7 @@ def serve(role: RoleProcess) -> None:
     """Until SIGTERM. Raises RoleError when the router ends by itself or does not come up."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    host = listen_host(len(role.plan.nodes))
+    host = listen_host(role.plan.num_hosts)
     with contextlib.closing(bind_listener(host, role.run.last_port(role.process))) as listener:
         port = listener.getsockname()[1]
     child = subprocess.Popen(router_command(host, port, free_port(host)), stdin=subprocess.DEVNULL)
@@ -137,7 +138,7 @@ class Keeper:
         try:
             published = published_engines(self.role.run)
             workers = self.workers()
-            healthy = [url for url in published if url not in workers and self._is_healthy(url)]
+            healthy = [url for url in published if url not in workers and self._may_serve(url)]
             change = plan_membership(workers, healthy, published)
             for url in change.remove:
                 self._call("remove_worker", url)
@@ -146,9 +147,15 @@ class Keeper:
         except httpx.HTTPError as error:
             self.role.logger.warning("router membership: %s: %s", type(error).__name__, error)
 
-    def _is_healthy(self, url: str) -> bool:
+    def _may_serve(self, url: str) -> bool:
+        """Healthy, and at the live policy version: one that joins late is brought there before its first request."""
+        live = read_json_or_none(self.role.run.live_version)
         try:
-            return self.client.get(f"{url}/health").status_code == 200
+            if self.client.get(f"{url}/health").status_code != 200:
+                return False
+            return (
+                live is None or self.client.get(f"{url}/primerl/state").json()["version"] == live["version"]
+            )
         except httpx.HTTPError:
             return False
 

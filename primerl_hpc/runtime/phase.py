@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json
+from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import forget_endpoints, read_endpoint
 from primerl_hpc.plan.types import PhasePlan, ProcessPlan
+from primerl_hpc.runtime.elastic import ElasticEngines
 from primerl_hpc.runtime.failures import describe_failure, forget_earlier_words, write_failure
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.steps import ExitStatus, Launch, Step
@@ -61,6 +63,7 @@ class PhaseRun:
         self.run_dir = supervisor.run_dir
         self.policy = PhasePolicy(phase)
         self.running = {process.name: Running(process) for process in phase.processes}
+        self.elastic = ElasticEngines(self.run_dir, [process.name for process in phase.elastic])
         self.stop_deadline: float | None = None
         self.is_now = False
         self.is_being_taken = False
@@ -109,6 +112,14 @@ class PhaseRun:
                     return end
             for each in self.running.values():
                 await self._look_after(each)
+            for name, change in self.elastic.changes():
+                self.supervisor.set_process(name, role=Role.INFERENCE.value, **change)
+                self.supervisor.record(
+                    f"engine_{change['state']}",
+                    process=name,
+                    incarnation=change["incarnation"],
+                    url=change["url"],
+                )
             if end := self._look_at_requests():
                 return end
 
@@ -119,7 +130,7 @@ class PhaseRun:
         forget_endpoints(self.run_dir, name)
         self.supervisor.set_process(name, state="exited", exit=str(status))
         self.supervisor.record("role_exited", process=name, status=str(status))
-        decision = self.policy.on_exit(name, code, progress=self._progress())
+        decision = self.policy.on_exit(name, code, progress=self.run_dir.progress())
         match decision.action:
             case Action.RESTART:
                 each.restart_at = time.monotonic() + decision.delay_s
@@ -181,11 +192,6 @@ class PhaseRun:
                 return  # it is about a life that has ended; its successor is none the worse for it
             self.supervisor.record("role_restart_requested", process=name, reason=asked.get("reason"))
             await each.step.terminate()
-
-    def _progress(self) -> int:
-        """Grows with every row of metrics that any role writes, that is with every finished step."""
-        metrics = self.run_dir.root / "metrics"
-        return sum(path.stat().st_size for path in metrics.glob("*.jsonl")) if metrics.is_dir() else 0
 
     # -- requests and signals ----------------------------------------------------------------------------------------
 

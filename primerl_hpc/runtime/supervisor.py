@@ -30,7 +30,7 @@ from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
-from primerl_hpc.runtime.allocation import Allocation, read_allocation, seconds_left
+from primerl_hpc.runtime.allocation import Allocation, read_allocation, run_slurm, seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
@@ -76,6 +76,7 @@ class Supervisor:
                 "another supervisor took this run directory over", place=str(self.run_dir.root)
             ) from None
         finally:
+            await self._drop_waiting_engines()
             heartbeat.cancel()
             self._end_strays()
             self.reserve.release()
@@ -134,8 +135,8 @@ class Supervisor:
             run.latest_logs.unlink()
         run.latest_logs.symlink_to(logs.name)
         run.failure.unlink(missing_ok=True)
-        for request in (run.stop_request, run.checkpoint_request):
-            request.unlink(missing_ok=True)  # asked of an earlier life
+        for left in (run.stop_request, run.checkpoint_request, run.live_version):
+            left.unlink(missing_ok=True)  # of an earlier life
         for stale in ("endpoints", "errors", "outcomes", "restart_requests"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
@@ -186,6 +187,19 @@ class Supervisor:
         self.state["hosts"] = list(self.allocation.hosts)
         write_text(self.run_dir.attempt_hosts(self.attempt), "\n".join(self.allocation.hosts) + "\n")
         self.state["ends_at"] = None if left is None else round(time.time() + left)
+
+    async def _drop_waiting_engines(self) -> None:
+        """Engines that run see the end of the run themselves; those still in the queue would start for nothing.
+
+        Not after a failure: SLURM may put the job of a lost node back into the queue.
+        """
+        engines = (read_json_or_none(self.run_dir.job) or {}).get("engines_job_id")
+        if engines is not None and self.state.get("state") in (
+            RunState.DONE,
+            RunState.STOPPED,
+            RunState.CANCELLED,
+        ):
+            await run_slurm("scancel", "--state=PENDING", engines)
 
     def seconds_left(self) -> float:
         return math.inf if self.ends_at is None else self.ends_at - time.monotonic()

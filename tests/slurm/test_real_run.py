@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.files import read_json, read_jsonl
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
@@ -95,7 +95,8 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
 
     yield go
     for each in made:
-        subprocess.run(["scancel", "--full", each.job], check=False, capture_output=True)
+        jobs = [str(id_) for name, id_ in read_json(each.run.job).items() if name.endswith("job_id")]
+        subprocess.run(["scancel", "--full", *jobs], check=False, capture_output=True)
     cluster.wait_until_idle()
 
 
@@ -118,6 +119,31 @@ def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(submit: Callable[..
         "0_0.log",
         "0_1.log",
     ]
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[..., RealRun]) -> None:
+    """One of two engines is cancelled, the other preempted: the run waits, takes the one that comes back, and ends."""
+    layout = {"inference": {"elastic": True, "replicas": 2}, "trainer": {"ranks": 2}}
+    real = submit("elastic", {"layout": layout, "max_steps": 8}, slots=2)
+
+    def lives(event: str) -> list[tuple[str, int]]:
+        rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
+        return [(row["process"], row["incarnation"]) for row in rows]
+
+    wait_for(lambda: len(lives("engine_joined")) == 2, "two engines", READY_S, real.words)
+    wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", READY_S, real.words)
+    engines = read_json(real.run.job)["engines_job_id"]
+    subprocess.run(["scancel", f"{engines}_0"], check=True)
+    wait_for(lambda: ("inference-0", 0) in lives("engine_left"), "its leave", tell=real.words)
+    subprocess.run(["scontrol", "requeue", f"{engines}_1"], check=True)
+    wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", READY_S, real.words)
+    real.wait_for_state(RunState.DONE)
+    steps = read_steps(real.run.metrics("trainer"))
+    assert list(steps) == list(range(1, 9))
+    # an engine that served another version than it should would sample tokens of other probability
+    assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
+    wait_for(lambda: ask(["squeue", "--noheader"]) == "", "an empty queue", tell=lambda: ask(["squeue"]))
 
 
 def test_inference_alone_tells_its_address_and_serves(

@@ -24,12 +24,12 @@ from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact, ask, parse_sacct, parse_squeue, sacct_command, squeue_command
 from primerl_hpc.launch.chain import ChainRequest
-from primerl_hpc.launch.prepare import job_script
+from primerl_hpc.launch.prepare import engines_script, job_script
 from primerl_hpc.launch.submit import ONE_JOB, resume_run
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
 from primerl_hpc.plan.types import NodePlan, OnExit, Plan
-from primerl_hpc.render.job import render_job
+from primerl_hpc.render.job import render_engines, render_job
 from tests.support import ROOT, make_plan, process_plan
 
 TOOL = ROOT / "tools" / "virtual-cluster"
@@ -131,6 +131,7 @@ class SlurmToy:
     def __init__(self, cluster: Cluster, root: Path, **scheduler: Any) -> None:
         self.cluster, self.run = cluster, RunDir(root)
         self.processes: list[Any] = []
+        self.elastic: list[Any] = []
         profile = load_profile("virtual").profile
         settings = {"time": "00:10:00", **scheduler}
         self.profile: Profile = profile.model_copy(
@@ -152,6 +153,14 @@ class SlurmToy:
             )
         )
 
+    def add_elastic(self, code: str) -> None:
+        """An engine with a job of its own."""
+        name = f"inference-{len(self.elastic)}"
+        argv = (sys.executable, "-c", textwrap.dedent(code), str(self.run.root), "main", name)
+        self.elastic.append(
+            process_plan(Role.INFERENCE, len(self.elastic), argv=argv, on_exit=OnExit.RESTART)
+        )
+
     def prepare(self) -> Plan:
         plan = make_plan(self.run.root, self.recipe, processes=self.processes)
         count = 1 + max(node for process in self.processes for node in process.nodes)
@@ -159,7 +168,12 @@ class SlurmToy:
         plan = plan.model_copy(
             update={"scheduler": "slurm", "profile_name": "virtual", "nodes": nodes, **self.plan_changes}
         )
+        phase = plan.phases[0].model_copy(update={"elastic": tuple(self.elastic)})
+        plan = plan.model_copy(update={"phases": (phase,)})
         write_json(self.run.plan, plan.model_dump(mode="json"))
+        if self.elastic:
+            engines = render_engines(plan, self.profile, python=sys.executable, package_root=str(ROOT))
+            write_text(engines_script(self.run), engines, mode=0o755)
         script = render_job(plan, self.profile, python=sys.executable, package_root=str(ROOT))
         write_text(job_script(self.run), script, mode=0o755)
         return plan
@@ -175,6 +189,10 @@ class SlurmToy:
     @property
     def job(self) -> str:
         return str(read_json(self.run.job)["job_id"])
+
+    @property
+    def engines(self) -> str:
+        return str(read_json(self.run.job)["engines_job_id"])
 
     def snapshot(self) -> Snapshot:
         return take_snapshot(self.run, self.jobs.facts_of([self.run]))
@@ -235,6 +253,8 @@ class SlurmToy:
             subprocess.run(["scancel", *jobs[1:]], check=False, capture_output=True)
             subprocess.run(["scancel", "--full", "--signal=KILL", *jobs], check=False, capture_output=True)
             subprocess.run(["scancel", *jobs], check=False, capture_output=True)
+            if self.elastic:
+                subprocess.run(["scancel", self.engines], check=False, capture_output=True)
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:

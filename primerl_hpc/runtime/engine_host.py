@@ -1,0 +1,206 @@
+"""The batch process of one elastic engine: keeps it alive beside a run that is another job, and ends with that run.
+
+    python -m primerl_hpc.runtime.engine_host RUN_DIR INDEX          # a task of launch/engines.sbatch
+
+It starts its engine when the run has come to the phase that needs it, starts it again when it dies, and tells that it
+is there by touching the engine's endpoint; the run's supervisor drops an endpoint that nobody touches (`elastic.py`).
+An engine has nothing to save: told to leave, it goes at once, and its requests in flight are tried again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.common.errors import ExitCode, PrimerlError
+from primerl_hpc.common.files import is_there, read_json_or_none, write_json
+from primerl_hpc.common.log import setup_logging
+from primerl_hpc.common.names import Role, RunState, process_name
+from primerl_hpc.common.rundir import RunDir, forget_endpoints, read_endpoint
+from primerl_hpc.common.slurm import is_job_over
+from primerl_hpc.plan.types import PhasePlan, load_plan
+from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
+from primerl_hpc.runtime.local_step import LocalStep
+from primerl_hpc.runtime.policy import Action, PhasePolicy
+from primerl_hpc.runtime.requeue import requeue
+from primerl_hpc.runtime.steps import Launch
+
+POLL_S = 0.5
+TOUCH_EVERY_S = 2.0
+ASK_SLURM_EVERY_S = 5.0
+QUIET_S = 15.0
+"""A supervisor touches its lock every 5 s."""
+SUBMITTER_S = 60.0
+"""Within this time after our start the submitter has written down which job we are."""
+TEARDOWN_S = 8.0
+LIVES_PER_START = 1000
+"""Incarnations of one start of the job: its next start (a requeue) counts on from there."""
+
+log = setup_logging("engine_host")
+
+
+class EngineHost:
+    def __init__(self, run: RunDir, index: int) -> None:
+        self.run_dir, self.name = run, process_name(Role.INFERENCE, index)
+        self.plan = load_plan(run)
+        self.job = os.environ.get("SLURM_ARRAY_JOB_ID")
+        self.incarnation = LIVES_PER_START * int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.step: LocalStep | None = None
+        self.waiter: asyncio.Task[Any] | None = None
+        self.endpoint: dict[str, Any] | None = None
+        self.leaving: int | None = None
+        self.restart_at, self.ready_by = 0.0, math.inf
+        self.started_at = time.monotonic()
+        self.touched_at = self.asked_at = 0.0
+        self.lock_touched, self.lock_seen_at = 0.0, self.started_at
+
+    async def run(self) -> ExitCode:
+        """Until the run is over, or this job is to leave, or the engine does not live."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        phase = next(each for each in self.plan.phases if each.elastic)
+        policy = PhasePolicy(phase)
+        try:
+            while not self.leaving and not await asyncio.to_thread(self._is_run_over):
+                if self.waiter is None and self._is_wanted(phase) and time.monotonic() >= self.restart_at:
+                    await self._start(phase)
+                if self.waiter is not None and self.waiter.done() and not self._goes_on(policy):
+                    return ExitCode.FAILED
+                await self._look_after()
+                await asyncio.sleep(POLL_S)
+        finally:
+            await self._end()
+        return await self._leave()
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    async def _start(self, phase: PhasePlan) -> None:
+        attempt = int((read_json_or_none(self.run_dir.state) or {}).get("attempt", 1))
+        self.run_dir.restart_request(self.name).unlink(missing_ok=True)
+        process = phase.process(self.name)
+        launch = Launch(process, self.run_dir, phase.name, attempt, self.incarnation)
+        self.step = LocalStep(launch)
+        log.info("starts %s, incarnation %d, log %s", self.name, self.incarnation, launch.log)
+        await self.step.start()
+        self.ready_by = time.monotonic() + process.ready_timeout_s if process.ready_timeout_s else math.inf
+        self.waiter = asyncio.create_task(self.step.wait())
+
+    def _goes_on(self, policy: PhasePolicy) -> bool:
+        """After the engine's end: whether it is started again, and when."""
+        assert self.waiter is not None
+        status, self.waiter, self.endpoint = self.waiter.result(), None, None
+        forget_endpoints(self.run_dir, self.name)
+        decision = policy.on_exit(self.name, status.code, progress=self.run_dir.progress())
+        log.warning("%s ended: %s; %s %s", self.name, status, decision.action.value, decision.reason)
+        self.incarnation += 1
+        self.restart_at = time.monotonic() + decision.delay_s
+        return decision.action == Action.RESTART
+
+    async def _look_after(self) -> None:
+        """Keep its endpoint published and fresh; end it when it is not ready in time or its restart was asked for."""
+        if self.waiter is None or self.step is None:
+            return
+        path = self.run_dir.endpoint(self.name)
+        found = read_endpoint(self.run_dir, self.name)
+        if found is not None and found["incarnation"] == self.incarnation:
+            self.endpoint = found
+        elif self.endpoint is not None:
+            # a new attempt of the run cleared it away, or we were slow and it was taken for that of a lost node
+            write_json(path, self.endpoint)
+        if self.endpoint is not None and time.monotonic() - self.touched_at >= TOUCH_EVERY_S:
+            self.touched_at = time.monotonic()
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+        if self.endpoint is None and time.monotonic() > self.ready_by:
+            log.warning("%s was not ready in time", self.name)
+            self.ready_by = math.inf
+            await self.step.kill()
+        if is_there(self.run_dir.restart_request(self.name)):
+            self.endpoint = None
+            self.run_dir.restart_request(self.name).unlink(missing_ok=True)
+            forget_endpoints(self.run_dir, self.name)
+            await self.step.terminate()
+
+    async def _end(self) -> None:
+        """First out of the run's sight, then the process."""
+        forget_endpoints(self.run_dir, self.name)
+        if self.waiter is None or self.step is None:
+            return
+        await self.step.terminate()
+        _, late = await asyncio.wait({self.waiter}, timeout=TEARDOWN_S)
+        if late:
+            await self.step.kill()
+            await asyncio.wait(late, timeout=TEARDOWN_S)
+        forget_endpoints(self.run_dir, self.name)  # it may have published itself in between
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def _is_wanted(self, phase: PhasePlan) -> bool:
+        """The run is in the phase of the engines, and we are they; in a warm-up nobody asks for them."""
+        state, job = read_json_or_none(self.run_dir.state) or {}, read_json_or_none(self.run_dir.job) or {}
+        is_ours = job.get("engines_job_id") in (None, self.job)
+        return is_ours and state.get("phase") == phase.name and state.get("state") == RunState.RUNNING
+
+    def _is_run_over(self) -> bool:
+        """Its files say so, or are those of a later submission; or it failed, or is silent, and SLURM says: over.
+
+        A job that failed for a lost node may be put back into the queue: then its engines wait for it.
+        """
+        state, job = read_json_or_none(self.run_dir.state) or {}, read_json_or_none(self.run_dir.job) or {}
+        engines = job.get("engines_job_id")
+        if engines not in (None, self.job) and time.monotonic() - self.started_at > SUBMITTER_S:
+            return True
+        written = RunState(state["state"]) if state.get("attempt", 0) >= job.get("attempt", 1) else None
+        if written in (RunState.DONE, RunState.STOPPED):
+            return True
+        is_quiet = self._is_supervisor_quiet() and "job_id" in job
+        if not is_quiet or time.monotonic() - self.asked_at < ASK_SLURM_EVERY_S:
+            return False
+        self.asked_at = time.monotonic()
+        return is_job_over(job["job_id"])
+
+    def _is_supervisor_quiet(self) -> bool:
+        """Its lock is gone, or was not touched for a while: by our own clock, for those of two nodes differ."""
+        try:
+            touched = self.run_dir.supervisor_lock.stat().st_mtime
+        except FileNotFoundError:
+            return True
+        if touched != self.lock_touched:
+            self.lock_touched, self.lock_seen_at = touched, time.monotonic()
+        return time.monotonic() - self.lock_seen_at > QUIET_S
+
+    def _on_signal(self, number: int) -> None:
+        self.leaving = self.leaving or number
+
+    async def _leave(self) -> ExitCode:
+        """The walltime's warning: back into the queue. After a SIGTERM SLURM does that, when it is a preemption."""
+        task = os.environ.get("SLURM_ARRAY_TASK_ID")
+        if self.leaving == signal.SIGUSR2 and self.job and task:
+            refused = await requeue(f"{self.job}_{task}")
+            log.info("the walltime is near; %s", refused or "back in the queue")
+        return ExitCode.DONE
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 2 or not arguments[1].isdigit():
+        print("usage: python -m primerl_hpc.runtime.engine_host RUN_DIR INDEX", file=sys.stderr)
+        return ExitCode.USAGE
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        return asyncio.run(EngineHost(RunDir(Path(arguments[0]).resolve()), int(arguments[1])).run())
+    except PrimerlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Layouts as golden text: which roles are on which node of which job, and the scripts that ask for those nodes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc import __version__
+from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.plan.types import Plan
+from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.render.job import render_engines, render_job
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "layouts"
+RANKS = "layout.trainer.ranks=auto"
+EVAL = "environments.eval=[{id: reverse-text}]"
+SFT = "sft={data: {path: data.jsonl}}"
+
+LAYOUTS = {
+    "shared-node": ("virtual", []),
+    "two-nodes-each": (
+        "h100x64",
+        ["layout.inference={nodes: 2, replicas: auto}", "layout.trainer.nodes=2", RANKS],
+    ),
+    "engine-over-nodes": ("h100x64", ["layout.inference={tensor_parallel: 16}", RANKS]),
+    "sft": ("h100x64", ["kind=sft", "layout.trainer.nodes=2", RANKS, SFT]),
+    "inference": ("h100x64", ["kind=inference", "layout.inference={replicas: 4, tensor_parallel: 2}"]),
+    "eval": ("h100x64", ["kind=eval", "layout.inference={replicas: 8}", EVAL]),
+    "elastic": ("virtual", ["layout.inference={elastic: true, replicas: 3, partition: preemptible}"]),
+    "elastic-gpu": ("h100x64", ["layout.inference={elastic: true, replicas: 6, tensor_parallel: 2}", RANKS]),
+}
+
+
+def compiled(layout: str) -> tuple[Plan, list[str]]:
+    """Plan and scripts of a layout."""
+    name, overrides = LAYOUTS[layout]
+    profile = load_profile(name).profile
+    recipe = load_recipe("reverse_text/tiny", overrides=["warmup=null", *overrides]).recipe
+    plan = compile_plan(recipe, profile, run_dir="/shared/runs/tiny-001", python="/venv/bin/python")
+    scripts = [render_job(plan, profile, python="/venv/bin/python")]
+    if plan.num_elastic:
+        scripts.append(render_engines(plan, profile, python="/venv/bin/python"))
+    return plan, [script.replace(f"primerl-hpc {__version__}", "primerl-hpc VERSION") for script in scripts]
+
+
+def shown(plan: Plan, scripts: list[str]) -> str:
+    nodes = [f"node {node.index}: {', '.join(node.roles)}" for node in plan.nodes]
+    elastic = [f"own job: {process.name}" for phase in plan.phases for process in phase.elastic]
+    return "\n".join([*nodes, *elastic, *plan.notes, "", *scripts])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_is_as_recorded(layout: str, request: pytest.FixtureRequest) -> None:
+    text, golden = shown(*compiled(layout)), GOLDEN / f"{layout}.txt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_its_scripts_pass_shellcheck(layout: str, tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    for script in compiled(layout)[1]:
+        (tmp_path / "x.sbatch").write_text(script)
+        subprocess.run(["shellcheck", str(tmp_path / "x.sbatch")], check=True)
+
+
+def test_elastic_engines_leave_all_nodes_of_the_job_to_the_trainer() -> None:
+    plan, _ = compiled("elastic")
+    main = plan.phase("main")
+    assert [process.name for process in main.elastic] == ["inference-0", "inference-1", "inference-2"]
+    assert "inference-0" not in [process.name for process in main.processes]
+    assert main.process("inference-2").nodes == (0,) and len(plan.nodes) == 1
+    assert plan.num_hosts == 4  # so nobody listens on the loopback address only
+
+
+@pytest.mark.parametrize(
+    ("overrides", "profile", "says"),
+    [
+        (["layout.inference={elastic: true, replicas: 2}"], "local", "SLURM jobs"),
+        (["layout.inference={elastic: true, replicas: 1}", "kind=eval", EVAL], "virtual", "kind rl"),
+        (["layout.inference={elastic: true, replicas: 1, tensor_parallel: 4}"], "virtual", "one node, of 2"),
+        (["layout.inference={elastic: true, replicas: auto}"], "virtual", "need replicas"),
+        (["layout.inference={partition: x}"], "virtual", "elastic: true"),
+    ],
+)
+def test_what_elastic_engines_cannot_be_is_refused(overrides: list[str], profile: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        recipe = load_recipe("reverse_text/tiny", overrides=["warmup=null", *overrides]).recipe
+        compile_plan(recipe, load_profile(profile).profile, run_dir="/r", python="/p")
