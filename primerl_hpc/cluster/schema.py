@@ -16,6 +16,7 @@ from primerl_hpc.common.block import (
     Block,
     Bool,
     Int,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -147,6 +148,8 @@ class Scheduler(Block):
     """How long before the walltime the job is warned, so that it can save."""
     requeue: Bool = True
     """Whether SLURM may put the job back into the queue after a preemption or a lost node."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes asked for beyond the plan's: they stand in for bad and lost ones, and idle until then."""
     extra: tuple[OneLine, ...] = ()
     """Any other option of sbatch, as ``--key=value`` or ``--key``; quoted for you."""
     srun_extra: tuple[OneLine, ...] = ()
@@ -263,6 +266,20 @@ class Software(Block):
         return self.roles.get(role, self.default)
 
 
+class Preflight(Block):
+    """What every node is asked before the first process of an attempt. A bad node gets no work."""
+
+    enabled: Bool = True
+    timeout_s: PositiveInt = 120
+    """A node that has not told its findings by then is bad."""
+    min_scratch_gib: NonNegativeFloat = 1.0
+    """Free space that a node's scratch folder must have."""
+    min_memory_gib: NonNegativeFloat = 1.0
+    """Memory that must be available on a node."""
+    health_checks: tuple[OneLine, ...] = ()
+    """The site's own commands, run by bash on every node: one that does not end with 0 makes the node bad."""
+
+
 class Profile(Block):
     name: str
     description: str = ""
@@ -275,6 +292,7 @@ class Profile(Block):
     elastic: Elastic = Elastic()
     node: Node = Node()
     network: Network = Network()
+    preflight: Preflight = Preflight()
     software: Software = Software()
     env: Variables = Field(default_factory=dict)
     """Variables for every role."""
@@ -293,6 +311,21 @@ class Profile(Block):
         if not is_valid_name(value):
             raise ValueError("must be letters, digits, '.', '_' or '-'")
         return value
+
+    @model_validator(mode="after")
+    def _spares_leave_nodes_to_work(self) -> Self:
+        if self.scheduler.spare_nodes >= self.nodes:
+            raise ValueError(
+                f"scheduler.spare_nodes {self.scheduler.spare_nodes} leave none of {self.nodes} nodes"
+            )
+        if self.scheduler.spare_nodes and self.scheduler.type == "local":
+            raise ValueError("scheduler.spare_nodes needs SLURM: a machine has no other node")
+        return self
+
+    @property
+    def work_nodes(self) -> int:
+        """Nodes that a plan may use."""
+        return self.nodes - self.scheduler.spare_nodes
 
     @property
     def accelerator(self) -> Literal["gpu", "cpu"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 import sys
 
 from primerl_hpc.common import env
@@ -21,3 +23,8 @@ def setup_logging(role: str, *, level: int = logging.INFO) -> logging.Logger:
     logger = logging.getLogger("primerl_hpc")
     logger.setLevel(logging.DEBUG if env.is_debug() else level)
     return logging.getLogger(f"primerl_hpc.{role}")
+
+
+def dump_stacks_on_signal() -> None:
+    """SIGUSR2: the Python stacks of all threads go to stderr, also when the interpreter hangs in a call."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)

@@ -97,6 +97,14 @@ class RunDir:
         return self.control / "failure.json"
 
     @property
+    def preflight_request(self) -> Path:
+        """What the nodes are asked; they answer beside it."""
+        return self.control / "preflight" / "request.json"
+
+    def preflight_result(self, node: str) -> Path:
+        return self.preflight_request.with_name(f"{node}.json")
+
+    @property
     def supervisor_lock(self) -> Path:
         return self.control / "supervisor.lock"
 

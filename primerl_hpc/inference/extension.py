@@ -19,7 +19,7 @@ class WeightUpdate:
     """Methods and attributes carry our prefix: vLLM refuses an extension that shadows a worker's own."""
 
     def primerl_update_weights(self, folder: str, version: int) -> dict[str, Any]:
-        """Load the HF weights of ``folder`` in place.
+        """Load the HF weights of ``folder`` (or of a hub id that lies in the cache) in place.
 
         Returns ``{"rank", "version"}``; ``{"rank", "error"}`` when the folder was refused and the old weights still
         serve. Raises when the load itself fails: the model is then incomplete and the engine must end.
@@ -30,7 +30,7 @@ class WeightUpdate:
         config = vllm_compat.model_config(self)
         is_tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
         try:
-            tensors = read_headers(Path(folder))
+            tensors = read_headers(_local_folder(folder) or Path(folder))
             reference = self._primerl_reference(config.model)
             if reference is not None:
                 check_same_model(tensors, reference, is_tied=is_tied, place=folder)

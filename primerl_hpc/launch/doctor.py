@@ -12,24 +12,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
 from primerl_hpc.launch.estimate import estimate_start
+from primerl_hpc.launch.finding import Finding
 from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
-
-
-@dataclass(frozen=True)
-class Finding:
-    what: str
-    is_ok: bool
-    said: str
-    mend: str = ""
 
 
 def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
@@ -147,7 +139,7 @@ def _account(profile: Profile, ask: Callable[[list[str]], str]) -> Finding:
 
 def _test_submission(profile: Profile) -> Finding:
     """One node, with everything the profile asks for."""
-    plan = SimpleNamespace(name="doctor", nodes=(0,))
+    plan = SimpleNamespace(name="doctor", nodes=(0,), spare_nodes=0)
     directives = render_template(
         "partials/directives.j2",
         first=own_templates(profile),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, SchedulerError
-from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.files import read_json_or_none, read_jsonl
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import SEPARATOR, JobFact, ask
@@ -59,6 +59,13 @@ class Diagnosis:
     advice: str
     next_command: str | None
 
+    @property
+    def recovered(self) -> list[dict[str, Any]]:
+        """Faults of this attempt from which the run went on by itself, the first one first."""
+        rows = read_jsonl(self.snapshot.run.events)
+        mine = [row for row in rows if row["event"] == "recovery_started"]
+        return [row for row in mine if row["attempt"] == self.snapshot.attempt]
+
     def as_json(self) -> dict[str, Any]:
         snapshot = self.snapshot
         return {
@@ -69,6 +76,7 @@ class Diagnosis:
             "step": snapshot.step,
             "message": snapshot.message,
             "failure": self.failure,
+            "recovered": self.recovered,
             "known": asdict(self.known) if self.known else None,
             "slurm": asdict(self.slurm) if self.slurm else None,
             "waits_for": self.waits_for,
@@ -240,6 +248,8 @@ def tell(found: Diagnosis, num_lines: int) -> str:
     at = f" at step {snapshot.step} of {snapshot.max_steps}" if snapshot.step else ""
     life = f", attempt {snapshot.attempt}" if snapshot.attempt else ""
     lines = [f"{snapshot.name}: {snapshot.state.value}{at}{life}"]
+    for fault in found.recovered:
+        lines += labelled("recovered", f"after step {fault['after_step']}, from {_who(fault)}", 13)
     for label, words in (
         ("first fault", _who(failure) if failure else None),
         ("", failure["message"] if failure else snapshot.message if not found.waits_for else None),

@@ -83,6 +83,10 @@ class Follower:
                 self.say(f"{process} {event['event'].removeprefix('engine_')} at {event['url']}")
             case "role_restarting":
                 self.say(f"{process} is started again")
+            case "recovery_started":
+                self.say(
+                    f"trainer and orchestrator go on after step {event['after_step']}: {event['message']}"
+                )
             case "stop_requested":
                 self.say("asked to stop: saving")
             case "phase_done":

@@ -232,7 +232,8 @@ def eval_client(router_url: str) -> EvalClientConfig:
 def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:
     """Every parameter is sent, so no default of the model's or the engine's slips in.
 
-    ``version``: the policy version, as cache salt, so a request never meets prefixes of other weights.
+    The policy version is the cache salt, so a request never meets prefixes of other weights; with the orchestrator's
+    life, for after a recovery the same number is another policy, and requests of the life before may still run.
     """
     from verifiers.v1.types import SamplingConfig
 
@@ -240,6 +241,6 @@ def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:
         {
             **sampling.model_dump(exclude={"extra"}),
             **sampling.extra,
-            "cache_salt": str(version),
+            "cache_salt": f"{env.incarnation()}.{version}",
         }
     )

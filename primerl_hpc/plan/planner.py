@@ -17,7 +17,7 @@ from primerl_hpc.plan.container import in_container
 from primerl_hpc.plan.degrees import settle_degrees
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.split import Placement, Split, split
-from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
+from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, PreflightPlan, ProcessPlan
 from primerl_hpc.recipe.schema import Recipe
 
 _ON_EXIT = {
@@ -60,6 +60,8 @@ def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str)
         accelerator=profile.accelerator,
         accelerators_per_node=profile.accelerators_per_node,
         nodes=_nodes(phases, layout.num_nodes),
+        spare_nodes=profile.scheduler.spare_nodes,
+        preflight=_preflight(phases, profile, python),
         phases=phases,
         notes=notes,
     )
@@ -172,6 +174,21 @@ class _Processes:
             log=log,
             ready_timeout_s=ready_timeout_s,
         )
+
+
+def _preflight(phases: tuple[PhasePlan, ...], profile: Profile, python: str) -> PreflightPlan | None:
+    if not profile.preflight.enabled:
+        return None
+    roles = dict.fromkeys(process.role for phase in phases for process in phase.processes)
+    software = [profile.software.of_role(role) for role in roles]
+    pythons = dict.fromkeys(each.python or python for each in software if each.container.kind == "none")
+    return PreflightPlan(
+        pythons=tuple(pythons),
+        gpus=profile.node.gpus,
+        scratch=profile.scratch,
+        srun_args=profile.scheduler.srun_extra,
+        **profile.preflight.model_dump(exclude={"enabled"}),
+    )
 
 
 def _nodes(phases: tuple[PhasePlan, ...], count: int) -> tuple[NodePlan, ...]:

@@ -45,9 +45,10 @@ def split(recipe: Recipe, profile: Profile) -> Split:
         result = _split_one_node(recipe, profile, needs_inference, needs_trainer, notes)
     else:
         result = _split_nodes(recipe, profile, needs_inference, needs_trainer, notes)
-    if result.num_nodes > profile.nodes:
+    if result.num_nodes > profile.work_nodes:
+        spares = f", {profile.scheduler.spare_nodes} of them spare" if profile.scheduler.spare_nodes else ""
         raise ConfigError(
-            f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}",
+            f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
             mend="lower layout.inference.nodes or layout.trainer.nodes",
         )
     return replace(result, elastic=elastic)
@@ -87,9 +88,9 @@ def _check_replica(layout: InferenceLayout, profile: Profile) -> None:
         f"one engine needs {asked} accelerators (tensor_parallel {layout.tensor_parallel} × data_parallel "
         f"{layout.data_parallel}), a node of profile '{profile.name}' has {per_node}"
     )
-    if profile.nodes < -(-asked // per_node):
+    if profile.work_nodes < -(-asked // per_node):
         mend = "lower layout.inference.tensor_parallel or data_parallel"
-        raise ConfigError(f"{said} and there are {profile.nodes}", mend=mend)
+        raise ConfigError(f"{said} and there are {profile.work_nodes}", mend=mend)
     if asked % per_node:
         raise ConfigError(
             f"{said}: an engine over several nodes takes whole ones",
@@ -107,7 +108,7 @@ def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, ne
     layout = recipe.layout
     if layout.inference.nodes != "auto" or layout.trainer.nodes != "auto":
         return False
-    if profile.nodes == 1:
+    if profile.work_nodes == 1:
         return True
     ranks = layout.trainer.ranks if needs_trainer else 0
     replicas = layout.inference.replicas if needs_inference else 0
@@ -188,7 +189,7 @@ def _inference_nodes(
     span, together = max(1, size // per_node), max(1, per_node // size)  # `together` engines on `span` nodes
     if layout.nodes == "auto":
         if layout.replicas == "auto":
-            nodes = max(span, (profile.nodes - trainer_nodes) // span * span)
+            nodes = max(span, (profile.work_nodes - trainer_nodes) // span * span)
             notes.append(f"layout.inference.nodes: {nodes}, all that the trainer's {trainer_nodes} leave")
         else:
             nodes = -(-layout.replicas // together) * span

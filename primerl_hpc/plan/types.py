@@ -85,6 +85,21 @@ class NodePlan(Block):
     """What runs here, for people: ``inference-0 [0,1]``."""
 
 
+class PreflightPlan(Block):
+    """What every node is asked before the first process of an attempt (`runtime/node_checks.py`)."""
+
+    timeout_s: int
+    pythons: tuple[str, ...]
+    """Interpreters that must run on every node; those inside containers cannot be asked."""
+    gpus: int
+    scratch: str | None
+    min_scratch_gib: float
+    min_memory_gib: float
+    health_checks: tuple[str, ...]
+    srun_args: tuple[str, ...] = ()
+    """What the profile asks of every srun."""
+
+
 class Plan(Block):
     version: int = PLAN_VERSION
     name: str
@@ -98,6 +113,9 @@ class Plan(Block):
     """``gpu`` or ``cpu``"""
     accelerators_per_node: int
     nodes: tuple[NodePlan, ...]
+    spare_nodes: int = 0
+    """Asked for beyond ``nodes``, to stand in for bad and lost ones."""
+    preflight: PreflightPlan | None = None
     phases: tuple[PhasePlan, ...]
     notes: tuple[str, ...] = ()
     """Choices that the planner made for the user, in words."""

@@ -33,7 +33,7 @@ def render_export(plan: Plan, profile: Profile, *, python: str, package_root: st
     """
     after = plan.phase(MAIN_PHASE).recipe.after
     assert after is not None and after.export is not None
-    alone = plan.model_copy(update={"name": f"{plan.name}-export", "nodes": plan.nodes[:1]})
+    alone = plan.model_copy(update={"name": f"{plan.name}-export", "nodes": plan.nodes[:1], "spare_nodes": 0})
     return _render("export.sbatch", alone, profile, python, package_root, export=after.export)
 
 
@@ -48,7 +48,7 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
     scheduler, node = profile.scheduler.model_copy(update=given), profile.node
     if node.gpus and layout.accelerators_per_replica < node.gpus:
         scheduler, node = _share_of_node(scheduler, node, layout.accelerators_per_replica)
-    one = plan.model_copy(update={"name": f"{plan.name}-engines", "nodes": plan.nodes[:1]})
+    one = plan.model_copy(update={"name": f"{plan.name}-engines", "nodes": plan.nodes[:1], "spare_nodes": 0})
     more = {"scheduler": scheduler, "node": node, "array": f"0-{plan.num_elastic - 1}"}
     more |= {"output": output_pattern(plan.run_dir, "engines-%A_%a")}
     return _render("engines.sbatch", one, profile, python, package_root, **more)

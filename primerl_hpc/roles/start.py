@@ -16,7 +16,7 @@ from pathlib import Path
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
-from primerl_hpc.common.log import setup_logging
+from primerl_hpc.common.log import dump_stacks_on_signal, setup_logging
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
 from primerl_hpc.recipe.schema import Recipe
@@ -48,6 +48,7 @@ def start_role(role: str, argv: list[str], serve: Callable[[RoleProcess], None])
         return ExitCode.USAGE
     run_dir, phase_name, process = argv
     logger = setup_logging(role)
+    dump_stacks_on_signal()
     try:
         plan = load_plan(RunDir(Path(run_dir)))
         phase = plan.phase(phase_name)

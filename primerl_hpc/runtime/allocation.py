@@ -10,8 +10,8 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.plan.types import Plan
@@ -26,6 +26,30 @@ class Allocation:
     has_gpus: bool
     gpus_per_node: int
     job_id: str
+    spares: tuple[str, ...] = ()
+    """Healthy hosts without work."""
+    order: tuple[str, ...] = ()
+    """All hosts as SLURM counts them: the tasks of a step follow this order, whatever order it is asked in."""
+
+    def hosts_of(self, nodes: Iterable[int]) -> list[str]:
+        """Host of each task of a step over these nodes of the plan."""
+        return self.in_order([self.hosts[node] for node in nodes])
+
+    def in_order(self, hosts: Iterable[str]) -> list[str]:
+        return sorted(hosts, key=self.order.index) if self.order else list(hosts)
+
+    def without(self, bad: Collection[str]) -> Allocation | None:
+        """With a spare in place of every host in ``bad``; None when there are too few spares."""
+        spares = [host for host in self.spares if host not in bad]
+        lacking = [host for host in self.hosts if host in bad]
+        if len(lacking) > len(spares):
+            return None
+        instead = dict(zip(lacking, spares, strict=False))
+        return replace(
+            self,
+            hosts=tuple(instead.get(host, host) for host in self.hosts),
+            spares=tuple(spares[len(lacking) :]),
+        )
 
 
 def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> Allocation:
@@ -37,12 +61,15 @@ def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> All
         raise SchedulerError(
             "this run was compiled for SLURM and this is no SLURM job", mend="sbatch launch/job.sbatch"
         )
+    hosts = tuple(SlurmJobEnvironment().hostnames)
     return Allocation(
-        hosts=tuple(SlurmJobEnvironment().hostnames),
+        hosts=hosts[: len(plan.nodes)],
         cpus_per_node=smallest(environ.get("SLURM_JOB_CPUS_PER_NODE", "1")),
         has_gpus=plan.accelerator == "gpu",
         gpus_per_node=plan.accelerators_per_node,
         job_id=environ["SLURM_JOB_ID"],
+        spares=hosts[len(plan.nodes) :],
+        order=hosts,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,25 @@ from primerl_hpc.plan.types import ProcessPlan
 from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 LAST_LINES = 40
+TORCHRUN_ERROR = "error.json"
 _ROOT_CAUSE = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
 
 
-def describe_failure(launch: Launch, status: ExitStatus, reason: str, host: str) -> dict[str, Any]:
-    """The content of failure.json for a process that ended with ``status``."""
-    process, run = launch.process, launch.run_dir
+def describe_failure(
+    launch: Launch, status: ExitStatus, reason: str, host: str, written: Mapping[Path, int] | None = None
+) -> dict[str, Any]:
+    """The content of failure.json for a process that ended with ``status``.
+
+    ``written``: how long its logs were when this life began; what is before are the words of an earlier one.
+    """
+    process, run, written = launch.process, launch.run_dir, written or {}
     log = status.log or launch.log
-    lines = last_lines(log) or last_lines(launch.scheduler_log)
+    lines = last_lines(log, written.get(log, 0))
+    lines = lines or last_lines(launch.scheduler_log, written.get(launch.scheduler_log, 0))
     cause = find_cause(
         lines,
         told=read_json_or_none(run.error(process.name)),
-        raised=_torchrun_error(run.attempt_logs(launch.attempt), max(1, len(process.accelerators))),
+        raised=_torchrun_error(run.attempt_logs(launch.attempt), max(1, len(process.accelerators)), written),
         status=status,
     )
     return {
@@ -47,6 +55,35 @@ def describe_failure(launch: Launch, status: ExitStatus, reason: str, host: str)
         "message": cause.message,
         "log": str(log),
         "last_lines": lines,
+    }
+
+
+def supervisor_failure(
+    *,
+    attempt: int,
+    phase: str | None,
+    process: str,
+    node: str,
+    exit_code: int,
+    reason: str,
+    message: str,
+    log: Path | None = None,
+) -> dict[str, Any]:
+    """The content of failure.json for a fault that no process of the plan had."""
+    return {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        "phase": phase,
+        "role": "supervisor",
+        "process": process,
+        "node": node,
+        "rank": None,
+        "exit_code": int(exit_code),
+        "signal": None,
+        "reason": reason,
+        "message": message,
+        "log": str(log or ""),
+        "last_lines": last_lines(log) if log else [],
     }
 
 
@@ -92,21 +129,31 @@ def forget_earlier_words(run: RunDir, process: ProcessPlan) -> None:
         path.unlink(missing_ok=True)
 
 
-def last_lines(log: Path, count: int = LAST_LINES, tail_bytes: int = 64_000) -> list[str]:
+def log_sizes(launch: Launch) -> dict[Path, int]:
+    """Bytes in the logs of a process, of every node of it, and in the error files of torchrun."""
+    paths = [launch.log, launch.scheduler_log, *launch.log.parent.glob(f"{launch.log.stem}_*.log")]
+    paths += launch.run_dir.attempt_logs(launch.attempt).rglob(TORCHRUN_ERROR)
+    return {path: path.stat().st_size for path in paths if path.exists()}
+
+
+def last_lines(log: Path, start: int = 0, count: int = LAST_LINES, tail_bytes: int = 64_000) -> list[str]:
+    """At most ``count`` of them, none from before byte ``start``."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - tail_bytes))
+            file.seek(max(start, file.tell() - tail_bytes))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     return [line.rstrip()[:500] for line in text.splitlines() if line.strip()][-count:]
 
 
-def _torchrun_error(logs: Path, ranks_per_node: int) -> dict[str, Any] | None:
+def _torchrun_error(logs: Path, ranks_per_node: int, written: Mapping[Path, int]) -> dict[str, Any] | None:
     """The error file with the earliest timestamp: peers of a dead rank fail later, with other words."""
     earliest: dict[str, Any] | None = None
-    for path in logs.rglob("error.json"):
+    for path in logs.rglob(TORCHRUN_ERROR):
+        if path in written:
+            continue  # of an earlier life
         try:
             said = json.loads(path.read_text())["message"]
             words, stamp = said["message"], int(said["extraInfo"]["timestamp"])

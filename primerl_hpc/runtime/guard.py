@@ -11,7 +11,8 @@ In a SLURM step (``--notice FILE``) SIGTERM comes from SLURM, which is about to 
 steps alone, long before it tells the batch process. The guard then only makes FILE, a request to save and stop, and
 leaves the rest to the supervisor and to SLURM's own SIGKILL; the supervisor ends a step with SIGUSR1. ``--tell PATH``
 leaves the task's exit code at PATH.<task>.json: srun itself says 0 for a step whose node was lost. ``--devices 0,1``
-narrows the GPUs that SLURM shows to the whole step.
+narrows the GPUs that SLURM shows to the whole step. SIGUSR2 is handed on to those below that handle it: the run's own
+Python processes print their stacks then (`common/log.py`), others would die of it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,16 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether ``pid`` has a handler for this signal, from /proc."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            caught = next(line.split()[1] for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         try:
@@ -99,6 +110,10 @@ class Guard:
             self.kill_at = time.monotonic() + self.grace_s
             signal_all([self.child.pid], signal.SIGTERM)
 
+    def on_stacks(self, number: int, frame: object) -> None:
+        below = descendants_of(os.getpid())
+        signal_all([pid for pid in below if handles(pid, signal.SIGUSR2)], signal.SIGUSR2)
+
     def on_notice(self, number: int, frame: object) -> None:
         """SLURM will take the nodes: ask the run to save, once."""
         assert self.notice is not None
@@ -117,6 +132,7 @@ class Guard:
             signal.signal(number, self.on_term)
         if self.notice is not None:
             signal.signal(signal.SIGTERM, self.on_notice)
+        signal.signal(signal.SIGUSR2, self.on_stacks)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is the supervisor's business
         prctl(PR_SET_PDEATHSIG, ending)
         if os.getppid() != parent:  # it died before the signal was armed

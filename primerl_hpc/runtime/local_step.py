@@ -43,6 +43,10 @@ class LocalStep:
         if self.child is not None and self.child.returncode is None:
             self.child.send_signal(signal.SIGTERM)
 
+    async def dump_stacks(self) -> None:
+        if self.child is not None and self.child.returncode is None:
+            self.child.send_signal(signal.SIGUSR2)
+
     async def kill(self) -> None:
         if self.child is not None and self.child.returncode is None:
             signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)

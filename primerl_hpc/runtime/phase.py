@@ -9,17 +9,25 @@ import socket
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common.errors import ExitCode, SchedulerError
-from primerl_hpc.common.files import is_there, read_json_or_none, write_json
-from primerl_hpc.common.names import Role
+from primerl_hpc.common.files import is_there, read_json_or_none, read_jsonl, write_json
+from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.common.rundir import forget_endpoints, read_endpoint
-from primerl_hpc.plan.types import PhasePlan, ProcessPlan
+from primerl_hpc.plan.types import OnExit, PhasePlan, ProcessPlan
 from primerl_hpc.runtime.elastic import ElasticEngines
-from primerl_hpc.runtime.failures import describe_failure, forget_earlier_words, write_failure
-from primerl_hpc.runtime.policy import Action, PhasePolicy
+from primerl_hpc.runtime.failures import (
+    describe_failure,
+    forget_earlier_words,
+    log_sizes,
+    supervisor_failure,
+    write_failure,
+)
+from primerl_hpc.runtime.policy import Action, Decision, PhasePolicy
 from primerl_hpc.runtime.steps import ExitStatus, Launch, Step
+from primerl_hpc.runtime.watchdog import HealthWatch, StallClock, suspect
 
 if TYPE_CHECKING:
     from primerl_hpc.runtime.supervisor import Supervisor
@@ -31,6 +39,10 @@ STOP_BUDGET_S = 600.0
 """A requested stop that takes longer ends without a save."""
 LAST_S = 30.0
 """Of the walltime, kept for the teardown and for going back into the queue."""
+LOOK_EVERY_S = 1.0
+"""Between two looks at what hangs, each some questions to a shared filesystem."""
+STACKS_S = 1.0
+"""For a hung process to write its stacks down before it is killed."""
 TEARDOWN_S = 8.0
 """From the first SIGTERM of a teardown to SIGKILL; guards kill their trees after 5 s themselves."""
 
@@ -54,6 +66,12 @@ class Running:
     started_at: float = 0.0
     is_ready: bool = False
     restart_at: float | None = None
+    verdict: str = ""
+    """Why we ended it."""
+    hosts: tuple[str, ...] = ()
+    """Where this life runs; empty outside SLURM."""
+    written: dict[Path, int] = field(default_factory=dict)
+    """Sizes of its logs when this life began."""
     exit: ExitStatus | None = field(default=None)
 
 
@@ -65,11 +83,19 @@ class PhaseRun:
         self.running = {process.name: Running(process) for process in phase.processes}
         self.elastic = ElasticEngines(self.run_dir, [process.name for process in phase.elastic])
         self.stop_deadline: float | None = None
+        self.stall = StallClock(phase.recipe.timeouts.stall_s, time.monotonic())
+        servers = [each.name for each in phase.processes if each.role in (Role.INFERENCE, Role.ROUTER)]
+        self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
+        self.next_look = 0.0
         self.is_now = False
+        self.is_out_of_nodes = False
+        self.recovered: list[dict[str, Any]] = []
+        """Faults of this phase that the run recovered from."""
         self.is_being_taken = False
         """SIGTERM came: the scheduler, or who ran us, ends everything in seconds."""
 
     async def run(self) -> PhaseEnd:
+        health = asyncio.create_task(self.health.watch())
         try:
             for each in self.running.values():
                 await self._start(each)
@@ -78,6 +104,7 @@ class PhaseRun:
             self._write_launch_failure(error)
             return PhaseEnd.FAILED
         finally:
+            health.cancel()
             await self._teardown()
 
     # -- starting ------------------------------------------------------------------------------------------------
@@ -88,10 +115,15 @@ class PhaseRun:
             process, self.run_dir, self.phase.name, self.supervisor.attempt, each.incarnation
         )
         forget_earlier_words(self.run_dir, process)
+        each.written = log_sizes(each.launch) if each.incarnation else {}
+        nodes = self.supervisor.nodes
+        each.hosts = () if nodes is None else tuple(nodes.allocation.hosts_of(process.nodes))
         each.step = self.supervisor.make_step(each.launch)
         await each.step.start()
         each.waiter = asyncio.create_task(each.step.wait())
         each.started_at, each.is_ready, each.exit, each.restart_at = time.monotonic(), False, None, None
+        each.verdict = ""
+        self.health.forget(process.name)
         self.supervisor.set_process(
             process.name,
             state="starting",
@@ -106,7 +138,10 @@ class PhaseRun:
     async def _watch(self) -> PhaseEnd:
         while True:
             waiters = [each.waiter for each in self.running.values() if each.waiter is not None]
-            await asyncio.wait(waiters, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            if waiters:
+                await asyncio.wait(waiters, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            else:  # all that there is recovers
+                await asyncio.sleep(POLL_S)
             for each in self.running.values():
                 if each.waiter is not None and each.waiter.done() and (end := await self._on_exit(each)):
                     return end
@@ -120,6 +155,9 @@ class PhaseRun:
                     incarnation=change["incarnation"],
                     url=change["url"],
                 )
+            if time.monotonic() >= self.next_look:
+                self.next_look = time.monotonic() + LOOK_EVERY_S
+                await self._look_at_progress()
             if end := self._look_at_requests():
                 return end
 
@@ -130,8 +168,17 @@ class PhaseRun:
         forget_endpoints(self.run_dir, name)
         self.supervisor.set_process(name, state="exited", exit=str(status))
         self.supervisor.record("role_exited", process=name, status=str(status))
-        decision = self.policy.on_exit(name, code, progress=self.run_dir.progress())
+        is_lost = code != ExitCode.DONE and await self._has_lost_its_node(each)
+        if is_lost and self.is_out_of_nodes and each.process.on_exit == OnExit.ENDS_PHASE:
+            return PhaseEnd.ABANDONED
+        decision = self.policy.on_exit(
+            name, code, progress=self.run_dir.progress(), step=self._last_step(), is_lost=is_lost
+        )
+        if decision.action in (Action.FAIL, Action.RECOVER) and self._was_taken_away(status):
+            return PhaseEnd.ABANDONED
         match decision.action:
+            case Action.RESTART if is_lost and self.is_out_of_nodes:
+                pass  # the others save, then the run leaves
             case Action.RESTART:
                 each.restart_at = time.monotonic() + decision.delay_s
                 self.supervisor.record("role_restarting", process=name, in_s=decision.delay_s)
@@ -139,12 +186,11 @@ class PhaseRun:
                 return PhaseEnd.DONE
             case Action.PHASE_STOPPED:
                 return PhaseEnd.STOPPED
-            case Action.FAIL if self._was_taken_away(status):
-                return PhaseEnd.ABANDONED
-            case Action.FAIL:
-                host = status.host or socket.gethostname()
+            case Action.RECOVER if self.stop_deadline is None and self.supervisor.reserve.why_full() is None:
+                await self._recover(each, status, decision)
+            case Action.FAIL | Action.RECOVER:
                 full = self.supervisor.reserve.why_full()
-                failure = describe_failure(each.launch, status, decision.reason, host)
+                failure = self._describe(each, status, decision.reason) | {"recovered": self.recovered}
                 if full is not None:  # what it said about that may not have found room
                     failure["message"] = f"{full} in the run directory ({failure['message']})"
                 self.supervisor.write(lambda: write_failure(self.run_dir, failure), is_vital=True)
@@ -153,6 +199,44 @@ class PhaseRun:
                 pass
         return None
 
+    async def _has_lost_its_node(self, each: Running) -> bool:
+        """Whether a host of this process is gone. What was on it moves to a spare, or the run leaves the allocation."""
+        nodes = self.supervisor.nodes
+        if nodes is None or not self.supervisor.plan.spare_nodes:
+            return False  # without spares the job is not to live on without a node: SLURM ends it
+        lost = await nodes.find_lost(each.hosts)
+        if lost and not nodes.exclude(lost):
+            host = next(iter(lost))
+            message = f"{host} was lost, and there is no spare node left"
+            nodes.write_shortage(host, lost[host], message, process=each.process.name, check="lost")
+            self.is_out_of_nodes = True
+            if self.stop_deadline is None:
+                write_json(self.run_dir.stop_request, {"reason": "scheduler"})
+        return any(host in nodes.excluded for host in each.hosts)
+
+    def _describe(self, each: Running, status: ExitStatus, reason: str) -> dict[str, Any]:
+        assert each.launch is not None
+        host = status.host or socket.gethostname()
+        failure = describe_failure(each.launch, status, reason, host, each.written)
+        return failure | ({"reason": "it hung", "message": each.verdict} if each.verdict else {})
+
+    async def _recover(self, each: Running, status: ExitStatus, decision: Decision) -> None:
+        """End all that can end the phase, forget the steps after the last complete checkpoint, start them there again.
+
+        Engines may hold a policy of those steps; the orchestrator brings them back to the checkpoint's when it starts.
+        """
+        fault = self._describe(each, status, decision.reason)
+        del fault["last_lines"]
+        workers = [every for every in self.running.values() if every.process.on_exit == OnExit.ENDS_PHASE]
+        await self._end([every for every in workers if every.waiter is not None])
+        # off the loop: a shared filesystem may take long to delete, and the lock must be kept alive
+        fault["after_step"] = await asyncio.to_thread(self.supervisor.prepare_phase, self.phase)
+        self.recovered.append(fault)
+        self.supervisor.record("recovery_started", **fault, in_s=decision.delay_s)
+        for every in workers:
+            every.restart_at = time.monotonic() + decision.delay_s
+        self.stall.restart(time.monotonic())
+
     def _was_taken_away(self, status: ExitStatus) -> bool:
         """A process that dies by SIGTERM or SIGKILL while the scheduler takes the nodes back did not fail."""
         request = read_json_or_none(self.run_dir.stop_request) or {} if self.stop_deadline else {}
@@ -160,11 +244,12 @@ class PhaseRun:
         return is_taken and status.signal in (signal.SIGTERM, signal.SIGKILL)
 
     def _effective_code(self, process: ProcessPlan, status: ExitStatus) -> int:
-        """torchrun ends with 0 when its ranks stopped on request; they say so in their outcome file."""
+        """torchrun ends with 0 or 1, whatever its ranks say; they leave their own words."""
         outcome = read_json_or_none(self.run_dir.outcome(process.name)) or {}
         if status.code == 0 and outcome.get("outcome") == "stopped":
             return ExitCode.STOPPED
-        return status.code
+        error = read_json_or_none(self.run_dir.error(process.name)) or {}
+        return int(error.get("exit_code", status.code)) if status.code == 1 else status.code
 
     async def _look_after(self, each: Running) -> None:
         """Readiness, deadlines, restarts that are due or asked for."""
@@ -193,6 +278,47 @@ class PhaseRun:
             self.supervisor.record("role_restart_requested", process=name, reason=asked.get("reason"))
             await each.step.terminate()
 
+    async def _look_at_progress(self) -> None:
+        """End what hangs: a server that answers nobody, or who holds a silent run up. The policy takes it from there."""
+        for name in self.health.processes:
+            if self.running[name].waiter is not None and self.health.is_hung(name):
+                verdict = f"{name} answered nobody for {self.health.limit_s} s"
+                await self._end_hung(self.running[name], verdict)
+        working = [each for each in self.running.values() if each.process.ready_timeout_s]
+        is_due = all(each.is_ready and each.waiter is not None for each in working)
+        is_due = is_due and self.stop_deadline is None and not self._is_recovering()
+        if self.phase.recipe.kind not in (Kind.RL, Kind.SFT):
+            return
+        if (silent_s := self.stall.look(time.monotonic(), self._signs_of_life(), is_due=is_due)) is None:
+            return
+        batch, step = self._last_step("orchestrator"), self._last_step()
+        name = suspect(self.phase.recipe.kind, batch, step)
+        done = f"its last step was {step}" + (f", the last batch {batch}" if batch else "")
+        self.stall.restart(time.monotonic())
+        if self.running[name].waiter is not None:
+            await self._end_hung(self.running[name], f"{name} made no progress for {silent_s:.0f} s: {done}")
+
+    async def _end_hung(self, each: Running, verdict: str) -> None:
+        assert each.step is not None
+        each.verdict = verdict
+        self.health.forget(each.process.name)
+        self.supervisor.record("role_hung", process=each.process.name, message=verdict)
+        await each.step.dump_stacks()
+        await asyncio.sleep(STACKS_S)
+        await each.step.kill()
+
+    def _signs_of_life(self) -> int:
+        """Grows with every step and every finished rollout."""
+        traces = [self.run_dir.phase(self.phase.name).traces(split) for split in ("train", "eval")]
+        return self.run_dir.progress() + sum(path.stat().st_size for path in traces if path.exists())
+
+    def _last_step(self, role: str | None = None) -> int:
+        """The highest step that any life of a role finished in this attempt; default: the phase's trainer."""
+        rows = read_jsonl(
+            self.run_dir.metrics(role or ("sft" if self.phase.recipe.kind == Kind.SFT else "trainer"))
+        )
+        return max((row["step"] for row in rows if row.get("attempt") == self.supervisor.attempt), default=0)
+
     # -- requests and signals ----------------------------------------------------------------------------------------
 
     def on_signal(self, number: int) -> None:
@@ -216,6 +342,8 @@ class PhaseRun:
             return PhaseEnd.ABANDONED
         if self.stop_deadline is not None and not self._can_save():
             return PhaseEnd.STOPPED  # nothing to save: an evaluation, or inference alone
+        if self.stop_deadline is not None and self._is_recovering():
+            return PhaseEnd.ABANDONED  # nothing new since the last save
         if self.stop_deadline is not None and time.monotonic() > self.stop_deadline:
             self.supervisor.record("stop_timed_out")
             return PhaseEnd.ABANDONED
@@ -227,25 +355,34 @@ class PhaseRun:
         self.supervisor.set_stopping()
         self.supervisor.record("stop_requested", budget_s=budget_s)
 
+    def _is_recovering(self) -> bool:
+        return any(
+            each.restart_at is not None and each.process.on_exit == OnExit.ENDS_PHASE
+            for each in self.running.values()
+        )
+
     def _can_save(self) -> bool:
         return any(each.process.role.value in ("trainer", "sft") for each in self.running.values())
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     async def _teardown(self) -> None:
-        """End everything that still runs: SIGTERM to all at once, SIGKILL after `TEARDOWN_S`."""
-        alive = [each for each in self.running.values() if each.waiter is not None]
+        await self._end([each for each in self.running.values() if each.waiter is not None])
+
+    async def _end(self, alive: list[Running]) -> None:
+        """End these: SIGTERM to all at once, SIGKILL after `TEARDOWN_S`."""
+        waiters = [each.waiter for each in alive if each.waiter is not None]
+        if not waiters:
+            return
         for each in alive:
             assert each.step is not None
             await each.step.terminate()
-        waiters = [each.waiter for each in alive if each.waiter is not None]
-        if waiters:
-            _, late = await asyncio.wait(waiters, timeout=TEARDOWN_S)
-            if late:
-                for each in alive:
-                    if each.waiter in late and each.step is not None:
-                        await each.step.kill()
-                await asyncio.wait(late, timeout=TEARDOWN_S)
+        _, late = await asyncio.wait(waiters, timeout=TEARDOWN_S)
+        if late:
+            for each in alive:
+                if each.waiter in late and each.step is not None:
+                    await each.step.kill()
+            await asyncio.wait(late, timeout=TEARDOWN_S)
         for each in alive:
             forget_endpoints(self.run_dir, each.process.name)
             with contextlib.suppress(asyncio.InvalidStateError):
@@ -254,19 +391,13 @@ class PhaseRun:
             each.waiter = None
 
     def _write_launch_failure(self, error: SchedulerError) -> None:
-        failure: dict[str, Any] = {
-            "time": round(time.time(), 3),
-            "attempt": self.supervisor.attempt,
-            "phase": self.phase.name,
-            "role": "supervisor",
-            "process": "supervisor",
-            "node": socket.gethostname(),
-            "rank": None,
-            "exit_code": int(error.exit_code),
-            "signal": None,
-            "reason": "a process could not be started",
-            "message": str(error),
-            "log": "",
-            "last_lines": [],
-        }
+        failure = supervisor_failure(
+            attempt=self.supervisor.attempt,
+            phase=self.phase.name,
+            process="supervisor",
+            node=socket.gethostname(),
+            exit_code=error.exit_code,
+            reason="a process could not be started",
+            message=str(error),
+        )
         write_failure(self.run_dir, failure)

@@ -6,11 +6,14 @@ stop request), and the batch process only when the grace is over. A cancelled jo
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Any
 
 from primerl_hpc.runtime.allocation import run_slurm
+
+EXCLUDE_TRIES, EXCLUDE_PAUSE_S = 20, 0.2
 
 
 def why_not_again(
@@ -35,7 +38,35 @@ def why_not_again(
     return None
 
 
-async def requeue(job_id: str) -> str | None:
-    """None when SLURM took it; else SLURM's words (the job was submitted with --no-requeue, the site forbids it)."""
+async def requeue(job_id: str, without: Collection[str] = ()) -> str | None:
+    """None when SLURM took it; else SLURM's words (the job was submitted with --no-requeue, the site forbids it).
+
+    ``without``: hosts that its next life shall not get, besides those that it excludes already.
+    """
+    excluded = await excluded_hosts(job_id)
     code, said = await run_slurm("scontrol", "requeue", job_id)
-    return None if code == 0 else said or f"scontrol ended with {code}"
+    if code:
+        return said or f"scontrol ended with {code}"
+    if without:
+        await _exclude(job_id, excluded, without)
+    return None
+
+
+async def excluded_hosts(job_id: str) -> str:
+    """In SLURM's own notation; empty for none."""
+    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%x")
+    return said.strip() if code == 0 else ""
+
+
+async def _exclude(job_id: str, before: str, more: Collection[str]) -> None:
+    """SLURM lets only a waiting job change this, and it waits from a moment after its requeue.
+
+    Tried for a few seconds, which are all that this process has left. Without success the job may get the same hosts
+    again, whose preflight then ends the run.
+    """
+    hosts = ",".join(filter(None, [before, *sorted(more)]))
+    for _ in range(EXCLUDE_TRIES):
+        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}")
+        if await excluded_hosts(job_id) not in ("", before):
+            return
+        await asyncio.sleep(EXCLUDE_PAUSE_S)

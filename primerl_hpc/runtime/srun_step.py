@@ -3,7 +3,7 @@
 Facts that shaped the command (measured on 22.05, 24.11 and 26.05):
 - nothing may be left to inheritance: nodes, tasks, CPUs and memory are always given, or srun takes the job's or 1;
 - srun reads how the job asked for GPUs and memory from its environment, and refuses a step that says it in another way;
-- srun hands SIGUSR1 on to the tasks, where the guard ends its tree in order, and takes SIGTERM as "kill the step now";
+- srun hands SIGUSR1 and SIGUSR2 on to the tasks; at SIGUSR1 the guard ends its tree in order. It takes SIGTERM as "kill the step now";
 - after the first task's end the others get ``--wait`` seconds: peers of a dead rank would hang in a collective.
   ``--kill-on-bad-exit`` would send them SIGTERM, which means something else here (see guard.py);
 - srun's own code is the largest one of its tasks, 137 for peers it killed, and 0 for a step whose node was lost. So the
@@ -41,28 +41,14 @@ _FIRST_END = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? [\d,-]+: (?P<h
 def srun_command(launch: Launch, allocation: Allocation) -> list[str]:
     """The exact srun line."""
     process = launch.process
-    nodelist = ",".join(allocation.hosts[index] for index in process.nodes)
-    count = str(len(process.nodes))
     is_contained = any(argument.startswith("--container-image") for argument in process.srun_args)
     uses_gpus = allocation.has_gpus and bool(process.accelerators)
     is_subset = uses_gpus and len(process.accelerators) < allocation.gpus_per_node
     devices = ["--devices", ",".join(map(str, process.accelerators))] if is_subset else []
     return [
-        "srun",
-        "--overlap",
-        f"--job-name={process.name}",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-        f"--nodelist={nodelist}",
-        f"--cpus-per-task={allocation.cpus_per_node}",
-        "--mem=0",
-        *([] if uses_gpus else ["--gres=none"]),
-        "--export=ALL",
+        *srun_options(process.name, allocation.hosts_of(process.nodes), allocation, uses_gpus=uses_gpus),
         f"--wait={PEERS_WAIT_S}",
-        "--kill-on-bad-exit=0",
         "--unbuffered",
-        "--input=none",
         "--open-mode=append",
         f"--output={_output_pattern(launch)}",
         *process.srun_args,
@@ -77,8 +63,27 @@ def srun_command(launch: Launch, allocation: Allocation) -> list[str]:
     ]
 
 
-def _without_requests(environ: Mapping[str, str]) -> dict[str, str]:
+def without_requests(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in _JOB_REQUESTS}
+
+
+def srun_options(name: str, hosts: list[str], allocation: Allocation, *, uses_gpus: bool) -> list[str]:
+    """What every step of ours says: one task on each of ``hosts``."""
+    return [
+        "srun",
+        "--overlap",
+        f"--job-name={name}",
+        f"--nodes={len(hosts)}",
+        f"--ntasks={len(hosts)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(hosts)}",
+        f"--cpus-per-task={allocation.cpus_per_node}",
+        "--mem=0",
+        *([] if uses_gpus else ["--gres=none"]),
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        "--input=none",
+    ]
 
 
 def _output_pattern(launch: Launch) -> str:
@@ -87,10 +92,10 @@ def _output_pattern(launch: Launch) -> str:
     return path if len(launch.process.nodes) == 1 else f"{path.removesuffix('.log')}_%n.log"
 
 
-def node_log(launch: Launch, node: int) -> Path:
-    """The file that SLURM makes of the pattern for one node of the plan."""
-    log, nodes = launch.log, sorted(launch.process.nodes)
-    return log if len(nodes) == 1 else log.with_name(f"{log.stem}_{nodes.index(node)}.log")
+def task_log(launch: Launch, task: int) -> Path:
+    """The file that SLURM makes of the pattern for one task."""
+    log = launch.log
+    return log if len(launch.process.nodes) == 1 else log.with_name(f"{log.stem}_{task}.log")
 
 
 def exit_file(launch: Launch) -> Path:
@@ -113,7 +118,7 @@ class SrunStep:
             try:
                 self.child = await asyncio.create_subprocess_exec(
                     *srun_command(launch, self.allocation),
-                    env={**_without_requests(os.environ), **launch.environment},
+                    env={**without_requests(os.environ), **launch.environment},
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -131,6 +136,9 @@ class SrunStep:
     async def terminate(self) -> None:
         self._signal(signal.SIGUSR1)
 
+    async def dump_stacks(self) -> None:
+        self._signal(signal.SIGUSR2)
+
     async def kill(self) -> None:
         self._signal(signal.SIGTERM)
 
@@ -140,8 +148,8 @@ class SrunStep:
 
     def _told_exit(self, code: int) -> ExitStatus:
         """Code, host and log of the task that failed first; 0 only when every task told it."""
-        nodes, hosts = sorted(self.launch.process.nodes), self.allocation.hosts
-        files = [Path(f"{exit_file(self.launch)}.{task}.json") for task in range(len(nodes))]
+        hosts = self.allocation.hosts_of(self.launch.process.nodes)
+        files = [Path(f"{exit_file(self.launch)}.{task}.json") for task in range(len(hosts))]
         told = [read_json_or_none(path) if is_there(path) else None for path in files]
         failed = [(each["time"], task) for task, each in enumerate(told) if each is not None and each["code"]]
         if failed:
@@ -151,18 +159,18 @@ class SrunStep:
             task = told.index(None) if None in told else 0
             code = LOST if None in told else 0
         else:
-            task, code = self._srun_told(nodes, code)
-        return ExitStatus(code, hosts[nodes[task]], node_log(self.launch, nodes[task]))
+            task, code = self._srun_told(hosts, code)
+        return ExitStatus(code, hosts[task], task_log(self.launch, task))
 
-    def _srun_told(self, nodes: list[int], code: int) -> tuple[int, int]:
+    def _srun_told(self, hosts: list[str], code: int) -> tuple[int, int]:
         """(task, code) of the first end that srun mentions."""
         with self.launch.scheduler_log.open("rb") as log:
             log.seek(self.said_from)
             first = _FIRST_END.search(log.read().decode(errors="replace"))
         if first is None:
             return 0, code
-        names = [self.allocation.hosts[node] for node in nodes]
-        return names.index(first["host"]) if first["host"] in names else 0, code_of(first["how"], code)
+        task = hosts.index(first["host"]) if first["host"] in hosts else 0
+        return task, code_of(first["how"], code)
 
     async def _end_lost_step(self) -> None:
         """By its id, which is looked up by name: step numbers do not follow the order of starts."""

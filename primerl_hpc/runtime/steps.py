@@ -83,6 +83,9 @@ class Step(Protocol):
     async def terminate(self) -> None:
         """Ask it to end: SIGTERM to its tasks; its guard ends the tree after the grace. Safe to call twice."""
 
+    async def dump_stacks(self) -> None:
+        """Have its Python processes write their stacks into its log."""
+
     async def kill(self) -> None:
         """End it now, with everything below it. Safe to call twice."""
 

@@ -75,7 +75,7 @@ class Succession:
             return reason
         is_preempted = request.get("reason") == "scheduler" and signal.SIGTERM not in signals
         if self.chain is None or (is_preempted and end != PhaseEnd.FAILED):
-            refused = await self._go_back_into_the_queue(saved)
+            refused = await self.go_back_into_the_queue(saved)
             if refused is None or self.chain is None:
                 return refused
         return await self._leave_to_next_link(self.chain, waiting, saved)
@@ -89,13 +89,17 @@ class Succession:
     async def _waiting(self) -> tuple[str, ...]:
         return await waiting_links(self.chain, self.job) if self.chain is not None else ()
 
-    async def _go_back_into_the_queue(self, saved: int) -> str | None:
-        """None when SLURM took the job back; else why not. It ends this attempt's last processes: say all before."""
+    async def go_back_into_the_queue(self, saved: int) -> str | None:
+        """None when SLURM took the job back, to run without the nodes that were found bad; else why not.
+
+        It ends this attempt's last processes: say all before.
+        """
         supervisor = self.supervisor
+        without = sorted(supervisor.nodes.excluded) if supervisor.nodes is not None else []
         supervisor.set_state(RunState.PENDING, message=f"back in the queue, goes on after step {saved}")
         supervisor.lock.release()
-        if (refused := await requeue(self.job)) is None:
-            supervisor.record("run_requeued", after_step=saved)
+        if (refused := await requeue(self.job, without)) is None:
+            supervisor.record("run_requeued", after_step=saved, without=without or None)
             return None
         supervisor.record("requeue_refused", message=refused)
         return f"SLURM does not requeue it: {refused}"

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
-from primerl_hpc.runtime.allocation import Allocation, read_allocation, run_slurm, seconds_left
+from primerl_hpc.runtime.allocation import read_allocation, run_slurm, seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
 from primerl_hpc.runtime.local_step import LocalStep
+from primerl_hpc.runtime.nodes import Nodes
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
 from primerl_hpc.runtime.reserve import FULL, Reserve
 from primerl_hpc.runtime.srun_step import SrunStep
@@ -48,10 +49,12 @@ class Supervisor:
         self.plan: Plan = load_plan(run)
         self.lock = SupervisorLock(run.supervisor_lock)
         self.reserve = Reserve(run.reserve)
-        self.attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
+        earlier = read_json_or_none(run.state) or {}
+        self.attempt = int(earlier.get("attempt", 0)) + 1
         self.state: dict[str, Any] = {}
         self.current: PhaseRun | None = None
-        self.allocation: Allocation | None = None
+        self.nodes: Nodes | None = None
+        self.nodes_before: dict[str, Any] = earlier.get("nodes") or {}
         self.succession = Succession(self)
         self.ends_at: float | None = None  # on the monotonic clock: when the walltime is over
         self.resumed_from = 0
@@ -70,6 +73,9 @@ class Supervisor:
             self._open_attempt()
             self._install_signal_handlers()
             await self._read_allocation()
+            if self.nodes is not None and not await self.nodes.look():
+                self.is_closing = True
+                return await self._give_nodes_back(self.nodes)
             return await self._run_phases()
         except asyncio.CancelledError:
             raise OccupiedError(
@@ -86,7 +92,7 @@ class Supervisor:
         for phase in self.plan.phases:
             if is_phase_done(self.run_dir.phase(phase.name), phase):
                 continue
-            resumed = self.resumed_from = self._prepare_phase(phase)
+            resumed = self.resumed_from = self.prepare_phase(phase)
             self.state.setdefault("began", {"phase": phase.name, "step": resumed})
             self.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
             self._event("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
@@ -103,12 +109,14 @@ class Supervisor:
         return ExitCode.DONE
 
     async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
-        reason = await self.succession.hand_over(end, saved) if self.allocation is not None else ""
+        reason = await self.succession.hand_over(end, saved) if self.nodes is not None else ""
         if reason is None:
             codes = {PhaseEnd.STOPPED: ExitCode.STOPPED, PhaseEnd.ABANDONED: ExitCode.PREEMPTED}
             return codes.get(end, ExitCode.FAILED)
         await self.succession.end()
         self.state["message"] = reason or None
+        if end == PhaseEnd.ABANDONED and self.current is not None and self.current.is_out_of_nodes:
+            return self._fail(reason)
         if end == PhaseEnd.STOPPED:
             self.set_state(RunState.STOPPED)
             self._event("run_stopped")
@@ -117,6 +125,9 @@ class Supervisor:
             self.set_state(RunState.CANCELLED)
             self._event("run_cancelled")
             return ExitCode.PREEMPTED
+        return self._fail(reason)
+
+    def _fail(self, reason: str = "") -> ExitCode:
         failure = read_json_or_none(self.run_dir.failure) or {}
         message = reason or failure.get("message")
         self.set_state(RunState.FAILED, message=message)
@@ -124,6 +135,17 @@ class Supervisor:
         code = failure.get("exit_code")
         keeps = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE, ExitCode.BAD_NODE)
         return ExitCode(code) if code in keeps else ExitCode.FAILED
+
+    async def _give_nodes_back(self, nodes: Nodes) -> ExitCode:
+        """Too few good nodes: back into the queue without the bad ones, unless the last attempt tried just that."""
+        if nodes.has_news:
+            saved = (self.begins() or {"step": 0})["step"]
+            if await self.succession.go_back_into_the_queue(saved) is None:
+                return ExitCode.BAD_NODE
+        else:
+            self._event("nodes_bad_again", nodes=sorted(nodes.excluded))
+        await self.succession.end()
+        return self._fail()
 
     # -- before the first process ----------------------------------------------------------------------------------
 
@@ -165,7 +187,7 @@ class Supervisor:
                 return {"phase": phase.name, "step": run.latest_checkpoint() or 0}
         return None
 
-    def _prepare_phase(self, phase: PhasePlan) -> int:
+    def prepare_phase(self, phase: PhasePlan) -> int:
         """Drop what an earlier life wrote beyond its last complete checkpoint; returns that step, 0 for none."""
         run = self.run_dir.phase(phase.name)
         step = run.latest_checkpoint() or 0
@@ -176,16 +198,16 @@ class Supervisor:
     # -- services for the phase --------------------------------------------------------------------------------------
 
     def make_step(self, launch: Launch) -> Step:
-        return LocalStep(launch) if self.allocation is None else SrunStep(launch, self.allocation)
+        return LocalStep(launch) if self.nodes is None else SrunStep(launch, self.nodes.allocation)
 
     async def _read_allocation(self) -> None:
         if self.plan.scheduler != "slurm":
             return
-        self.allocation = read_allocation(self.plan)
-        left = await seconds_left(self.allocation.job_id)
+        allocation = read_allocation(self.plan)
+        self.nodes = Nodes(self, allocation, self.nodes_before)
+        self.set_nodes(allocation.hosts, self.nodes.as_state())
+        left = await seconds_left(allocation.job_id)
         self.ends_at = None if left is None else time.monotonic() + left
-        self.state["hosts"] = list(self.allocation.hosts)
-        write_text(self.run_dir.attempt_hosts(self.attempt), "\n".join(self.allocation.hosts) + "\n")
         self.state["ends_at"] = None if left is None else round(time.time() + left)
 
     async def _drop_waiting_engines(self) -> None:
@@ -207,6 +229,11 @@ class Supervisor:
     def set_process(self, name: str, **values: Any) -> None:
         self.state["processes"].setdefault(name, {}).update(values)
         self.set_state(RunState(self.state["state"]))
+
+    def set_nodes(self, hosts: Sequence[str], nodes: dict[str, Any]) -> None:
+        """``hosts`` by node index of the plan; ``nodes``: what `Nodes` wants to know in the next attempt."""
+        write_text(self.run_dir.attempt_hosts(self.attempt), "\n".join(hosts) + "\n")
+        self.set_state(RunState(self.state["state"]), hosts=list(hosts), nodes=nodes)
 
     def set_state(self, state: RunState, **values: Any) -> None:
         self.state.update(state=state.value, updated=round(time.time(), 3), **values)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
-from primerl_hpc.common.log import setup_logging
+from primerl_hpc.common.log import dump_stacks_on_signal, setup_logging
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import load_plan
@@ -28,6 +28,7 @@ from primerl_hpc.trainer.watchdog import Watchdog
 @record
 def train(root: RunDir, phase_name: str, process: str) -> None:
     rank = int(os.environ["RANK"])
+    dump_stacks_on_signal()
     setup_logging("trainer", level=logging.INFO if rank == 0 else logging.WARNING)
     phase = load_plan(root).phase(phase_name)
     run = root.phase(phase_name)

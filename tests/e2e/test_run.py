@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -111,6 +113,13 @@ def events(run: RunDir, name: str) -> list[dict]:
     return [row for row in read_jsonl(run.events) if row["event"] == name]
 
 
+def versions_served(run: RunDir) -> list[int]:
+    """Policy versions that the engine loaded while it served, in order."""
+    log = run.attempt_logs(1) / "inference" / "0.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
+    return [int(version) for version in re.findall(r"serving policy version (\d+) from", said)]
+
+
 def last_step(run: RunDir) -> int:
     return max(read_steps(run.metrics("trainer")), default=0)
 
@@ -204,14 +213,15 @@ def test_reward_rises_though_engine_router_and_environment_server_are_killed(
     assert sum(last) / 3 <= 0.01
 
 
-@pytest.mark.parametrize(("name", "depth"), [("trainer-0", 2), ("orchestrator-0", 1)])
-def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
-    start: Callable[..., RunDir], work: Path, name: str, depth: int
+def test_a_killed_trainer_stops_the_run_where_recovery_is_off_and_resume_finishes_it(
+    start: Callable[..., RunDir], work: Path
 ) -> None:
+    name = "trainer-0"
     run = start(
-        f"killed-{name}",
+        "killed",
         "max_steps=8",
         "environments.eval=[]",
+        "recovery.in_place=false",
         "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
         "rollouts.adaptive_concurrency.start=64",
     )
@@ -219,7 +229,7 @@ def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
         lambda: run.latest_checkpoint() == 4 and last_step(run) >= 5, "a checkpoint and a step more", 240
     )
     before = processes_of(run.root)
-    process_of(run.root, name, depth).kill()
+    process_of(run.root, name, 2).kill()
     killed_at = time.monotonic()
     assert wait_for_end(run, 30) == RunState.FAILED
     assert time.monotonic() - killed_at < 30
@@ -240,6 +250,35 @@ def test_a_killed_trainer_or_orchestrator_stops_the_run_and_resume_finishes_it(
     limits = [row["concurrency/limit"] for row in read_steps(run.metrics("orchestrator")).values()]
     assert len(limits) == 8 and all(8 <= limit <= 1024 for limit in limits)
     wait_for(lambda: not processes_of(run.root), "every process to end", 10)
+
+
+def test_a_killed_trainer_and_a_killed_orchestrator_go_on_in_place_with_the_same_engine(
+    start: Callable[..., RunDir], work: Path
+) -> None:
+    """The engine serves a policy of the lost steps then: it must be brought back to the checkpoint's."""
+    run = start("recovering", "max_steps=12", "environments.eval=[]")
+    for step, name, depth in [(5, "trainer-0", 2), (9, "orchestrator-0", 1)]:
+        wait_for(lambda step=step: step in versions_served(run), f"policy {step} at the engine", 240)
+        process_of(run.root, name, depth).kill()
+        wait_for(
+            lambda name=name: name in {row["process"] for row in events(run, "recovery_started")},
+            f"the recovery from the end of {name}",
+        )
+    assert wait_for_end(run, 400) == RunState.DONE
+    wait_for(lambda: not processes_of(run.root), "every process to end", 10)
+
+    steps = [row["after_step"] for row in events(run, "recovery_started")]
+    assert steps == [4, 8] and len(events(run, "attempt_started")) == 1
+    assert events(run, "recovery_started")[0]["signal"] == "SIGKILL" and not run.failure.exists()
+    incarnations = {name: each["incarnation"] for name, each in read_json(run.state)["processes"].items()}
+    assert incarnations.pop("trainer-0") == incarnations.pop("orchestrator-0") == 2
+    assert set(incarnations.values()) == {0}  # engine, router and environment server lived through it
+    assert run.latest_checkpoint() == 12
+    live = versions_served(run)
+    assert [after for before, after in pairwise(live) if after < before] == steps and live[-1] == 12
+    steps = read_steps(run.metrics("trainer"))
+    assert list(steps) == list(range(1, 13))
+    assert max(row["mismatch_kl/all/mean"] for row in steps.values()) <= 0.02
 
 
 def test_cancel_saves_both_sides_and_resume_continues_there(start: Callable[..., RunDir], work: Path) -> None:

@@ -17,8 +17,8 @@ from tests.support import ROOT
 VIRTUAL = ROOT / "cluster_profiles" / "virtual.yaml"
 
 
-def findings_of(profile: str) -> dict[str, dict[str, Any]]:
-    done = run_cli("doctor", "--profile", profile, "--json")
+def findings_of(profile: str, *words: str) -> dict[str, dict[str, Any]]:
+    done = run_cli("doctor", "--profile", profile, "--json", *words)
     found = {finding["what"]: finding for finding in json.loads(done.stdout)}
     is_healthy = all(finding["is_ok"] for finding in found.values())
     assert done.returncode == (ExitCode.DONE if is_healthy else ExitCode.CONFIG)
@@ -55,3 +55,16 @@ def test_what_does_not_fit_is_named_with_its_mend(
     path.write_text(dump_yaml(values))
     finding = findings_of(str(path))[what]
     assert not finding["is_ok"] and mend in finding["mend"]
+
+
+def test_nodes_are_asked_for_themselves_and_a_bad_one_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    values = dict(load_yaml(VIRTUAL).values)
+    values["runs_dir"] = str(tmp_path / "runs")
+    values["preflight"] = {"health_checks": ['[ "$SLURMD_NODENAME" != n2 ] || { echo no link; exit 1; }']}
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(values))
+    found = findings_of(str(path), "--nodes", "3")
+    assert found["nodes: answers"]["is_ok"] and found["nodes: versions"]["is_ok"]
+    bad = {what: finding for what, finding in found.items() if not finding["is_ok"]}
+    assert list(bad) == ["nodes: site"] and bad["nodes: site"]["said"].startswith("n2:")
+    assert not (tmp_path / "runs").exists()

@@ -41,6 +41,7 @@ RECIPE = {
     "model": {"name": "some/model"},
     "max_steps": 3,
     "environments": {"train": [{"id": "reverse-text"}]},
+    "recovery": {"in_place": False},
 }
 
 _RUN = """
@@ -130,6 +131,7 @@ class Cluster:
 class SlurmToy:
     def __init__(self, cluster: Cluster, root: Path, **scheduler: Any) -> None:
         self.cluster, self.run = cluster, RunDir(root)
+        self.recipe: dict[str, Any] = RECIPE
         self.processes: list[Any] = []
         self.elastic: list[Any] = []
         profile = load_profile("virtual").profile

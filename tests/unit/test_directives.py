@@ -76,7 +76,7 @@ def test_every_key_becomes_its_option() -> None:
 
 
 def test_no_key_of_the_scheduler_is_forgotten() -> None:
-    other = {"type", "gpu_request", "gpu_type", "extra", "srun_extra"}
+    other = {"type", "gpu_request", "gpu_type", "extra", "srun_extra", "spare_nodes"}
     assert set(OPTION_OF_KEY) | other == set(Scheduler.model_fields)
     assert all(field_doc(Scheduler, name) for name in Scheduler.model_fields)
 

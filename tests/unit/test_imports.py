@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "cluster": {"common"},
     "plan": {"common", "recipe", "cluster"},
     "render": {"common", "recipe", "cluster", "plan"},
-    "launch": {"common", "recipe", "cluster", "plan", "render", "observe", "transport"},
+    "launch": {"common", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"},
     "cli": {"common", "recipe", "cluster", "plan", "render", "launch", "observe", "runtime", "envs"},
     "runtime": {"common", "recipe", "plan"},
     "roles": {"common", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"},

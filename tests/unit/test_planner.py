@@ -256,3 +256,34 @@ def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path)
             resolve(loaded, folder=tmp_path)
         (tmp_path / "model" / name).write_text("{}")
     assert resolve(loaded, folder=tmp_path).model.name == str(tmp_path / "model")
+
+
+def with_spares(nodes: int, spares: int) -> Profile:
+    scheduler = {"spare_nodes": spares}
+    return Profile.model_validate({"name": "p", "nodes": nodes, "scheduler": scheduler, "node": {"gpus": 8}})
+
+
+def test_spare_nodes_are_no_nodes_to_plan_with() -> None:
+    recipe = tiny(
+        "layout.inference={nodes: auto, replicas: auto, tensor_parallel: 8}", "layout.trainer.nodes=1"
+    )
+    made = plan(recipe, with_spares(nodes=6, spares=2))
+    assert len(made.nodes) == 4 and made.spare_nodes == 2
+    with pytest.raises(ConfigError, match="5 nodes, profile 'p' has 6, 2 of them spare"):
+        plan(tiny("layout.inference={nodes: 4, replicas: 32}", "layout.trainer.nodes=1"), with_spares(6, 2))
+
+
+@pytest.mark.parametrize("scheduler", [{"spare_nodes": 4}, {"spare_nodes": 1, "type": "local"}])
+def test_spares_must_leave_nodes_to_work_and_need_slurm(scheduler: dict) -> None:
+    with pytest.raises(ValueError, match="spare_nodes"):
+        Profile.model_validate({"name": "p", "nodes": 4, "scheduler": scheduler})
+
+
+def test_the_preflight_asks_every_interpreter_outside_containers_and_may_be_switched_off() -> None:
+    image = {"container": {"kind": "pyxis", "image": "x.sqsh"}}
+    roles = {"inference": {"python": "/vllm/python"}, "trainer": image}
+    values = {"name": "p", "nodes": 2, "node": {"gpus": 8}, "software": {"roles": roles}}
+    asked = plan(tiny(), Profile.model_validate(values)).preflight
+    assert asked is not None and asked.gpus == 8
+    assert set(asked.pythons) == {"/vllm/python", "/venv/bin/python"}
+    assert plan(tiny(), Profile.model_validate(values | {"preflight": {"enabled": False}})).preflight is None

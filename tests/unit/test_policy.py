@@ -18,12 +18,15 @@ from primerl_hpc.runtime.srun_step import code_of, srun_command
 from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 
+def policy_of(*overrides: str) -> PhasePolicy:
+    recipe = load_recipe("reverse_text/tiny", overrides=list(overrides)).recipe
+    plan = compile_plan(recipe, load_profile("local").profile, run_dir="/r", python="py")
+    return PhasePolicy(plan.phase("main"))
+
+
 @pytest.fixture
 def policy() -> PhasePolicy:
-    plan = compile_plan(
-        load_recipe("reverse_text/tiny").recipe, load_profile("local").profile, run_dir="/r", python="py"
-    )
-    return PhasePolicy(plan.phase("main"))
+    return policy_of()
 
 
 def test_the_phase_is_done_when_trainer_and_orchestrator_both_are(policy: PhasePolicy) -> None:
@@ -36,9 +39,44 @@ def test_a_stop_of_either_side_stops_the_phase(policy: PhasePolicy) -> None:
     assert policy.on_exit("orchestrator-0", 0, progress=1).action == Action.PHASE_STOPPED
 
 
-@pytest.mark.parametrize("code", [1, -9, 137, 93])
-def test_a_dead_trainer_fails_the_run(policy: PhasePolicy, code: int) -> None:
-    assert policy.on_exit("trainer-0", code, progress=1).action == Action.FAIL
+@pytest.mark.parametrize("code", [1, -9, 137])
+@pytest.mark.parametrize("name", ["trainer-0", "orchestrator-0"])
+def test_a_dead_trainer_or_orchestrator_fails_the_run_where_recovery_is_off(name: str, code: int) -> None:
+    policy = policy_of("recovery.in_place=false")
+    assert policy.on_exit(name, code, progress=1, step=5).action == Action.FAIL
+
+
+@pytest.mark.parametrize("code", [1, -9, 137])
+@pytest.mark.parametrize("name", ["trainer-0", "orchestrator-0"])
+def test_a_dead_trainer_or_orchestrator_recovers_while_the_run_moves(
+    policy: PhasePolicy, name: str, code: int
+) -> None:
+    for step in (5, 6, 9):
+        assert policy.on_exit(name, code, progress=1, step=step).action == Action.RECOVER
+    assert policy.on_exit(name, code, progress=99, step=9).action == Action.FAIL  # 6 to 9 again are no news
+
+
+def test_a_lost_node_is_not_the_runs_fault(policy: PhasePolicy) -> None:
+    for _ in range(3):
+        assert policy.on_exit("trainer-0", 137, progress=1, step=5, is_lost=True).action == Action.RECOVER
+    assert policy.on_exit("trainer-0", 1, progress=1, step=5).action == Action.FAIL
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_CONTINUE])
+def test_a_fault_that_would_come_again_is_not_recovered_from(policy: PhasePolicy, code: int) -> None:
+    assert policy.on_exit("trainer-0", code, progress=1, step=5).action == Action.FAIL
+
+
+def test_pauses_before_recoveries_grow_to_a_minute(policy: PhasePolicy) -> None:
+    delays = [policy.on_exit("trainer-0", 1, progress=1, step=step).delay_s for step in range(12)]
+    assert delays == sorted(delays) and delays[0] <= 1 and delays[-1] == 60
+
+
+def test_a_recovery_calls_for_both_ends_again(policy: PhasePolicy) -> None:
+    assert policy.on_exit("trainer-0", 0, progress=1, step=5).action == Action.GO_ON
+    assert policy.on_exit("orchestrator-0", 1, progress=1, step=5).action == Action.RECOVER
+    assert policy.on_exit("orchestrator-0", 0, progress=1, step=5).action == Action.GO_ON
+    assert policy.on_exit("trainer-0", 0, progress=1, step=5).action == Action.PHASE_DONE
 
 
 @pytest.mark.parametrize("name", ["inference-0", "router-0", "env_server-1"])

@@ -49,3 +49,12 @@ def test_every_golden_script_passes_bash_and_shellcheck(path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     subprocess.run(["shellcheck", str(path)], check=True)
+
+
+def test_spare_nodes_are_asked_for_and_a_lost_node_does_not_end_the_job() -> None:
+    profile = load_profile("virtual").profile
+    scheduler = profile.scheduler.model_copy(update={"spare_nodes": 2})
+    lines = script(profile.model_copy(update={"scheduler": scheduler})).splitlines()
+    plain = script(profile).splitlines()
+    assert "#SBATCH --nodes=2" in plain and "#SBATCH --no-kill" not in plain
+    assert "#SBATCH --nodes=4" in lines and "#SBATCH --no-kill" in lines

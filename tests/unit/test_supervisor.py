@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, read_json_or_none, read_jsonl, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.diagnose import diagnose, tell
 from primerl_hpc.observe.snapshot import take_snapshot
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.runtime.guard import descendants_of
@@ -29,6 +31,7 @@ RECIPE = {
     "model": {"name": "some/model"},
     "max_steps": 3,
     "environments": {"train": [{"id": "reverse-text"}]},
+    "recovery": {"in_place": False},
 }
 
 PUBLISH = """
@@ -54,6 +57,7 @@ class Toy:
 
     def __init__(self, root: Path) -> None:
         self.run = RunDir(root)
+        self.recipe = RECIPE
         self.processes: list = []
         self.supervisor: subprocess.Popen[str] | None = None
 
@@ -67,7 +71,7 @@ class Toy:
         )
 
     def start(self) -> None:
-        make_plan(self.run.root, RECIPE, processes=self.processes)
+        make_plan(self.run.root, self.recipe, processes=self.processes)
         self.supervisor = subprocess.Popen(
             [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(self.run.root)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -234,6 +238,125 @@ def test_torchruns_zero_with_a_stopped_outcome_counts_as_stopped(toy: Toy) -> No
     toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
     toy.start()
     assert toy.end() == ExitCode.STOPPED
+
+
+# one step a life, with its row; dies at the steps whose first character is in `faults`, once each
+STEPS = """
+import os, sys, time
+from pathlib import Path
+from primerl_hpc.common.metrics import MetricsWriter
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
+run, name = RunDir(Path(sys.argv[1])), sys.argv[3]
+publish_endpoint(run, name, "http://127.0.0.1:1")
+step = run.latest_checkpoint() or 0
+print("goes on after", step, flush=True)
+while step < 3:
+    step += 1
+    MetricsWriter(run.metrics("trainer")).write(step, {})
+    fault = run.root / f"fault_{step}"
+    if fault.exists():
+        if fault.read_text() == "once":
+            fault.unlink()
+        raise SystemExit(f"error: no luck with step {step}")
+    run.finish_checkpoint_side(step, "trainer", ("trainer",))
+"""
+
+
+def recovering(toy: Toy, **faults: str) -> Toy:
+    """A trainer that dies after step N of ``fault_N``, an orchestrator that waits, and an engine."""
+    toy.recipe = RECIPE | {"recovery": {"in_place": True}}
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, STEPS, OnExit.ENDS_PHASE)
+    wait = "while not (run.checkpoint(3) / 'COMPLETE').exists(): time.sleep(0.05)"
+    toy.add(Role.ORCHESTRATOR, PUBLISH + wait, OnExit.ENDS_PHASE)
+    toy.run.root.mkdir(parents=True)
+    for name, how in faults.items():
+        (toy.run.root / name).write_text(how)
+    return toy
+
+
+def test_a_dead_trainer_goes_on_after_the_last_checkpoint_while_the_engine_stays(toy: Toy) -> None:
+    recovering(toy, fault_2="once", fault_3="once").start()
+    assert toy.end(60) == ExitCode.DONE
+    log = (toy.run.attempt_logs(1) / "trainer-0.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("goes on")] == [
+        f"goes on after {step}" for step in (0, 1, 2)
+    ]
+    recoveries = toy.events("recovery_started")
+    assert [(row["process"], row["after_step"]) for row in recoveries] == [("trainer-0", 1), ("trainer-0", 2)]
+    assert "no luck with step 2" in recoveries[0]["message"]
+    incarnations = {name: each["incarnation"] for name, each in read_json(toy.run.state)["processes"].items()}
+    assert incarnations == {"inference-0": 0, "trainer-0": 2, "orchestrator-0": 2}
+    assert len(toy.events("attempt_started")) == 1 and not toy.run.failure.exists()
+
+
+def test_a_fault_that_comes_again_ends_the_run_and_the_first_one_stays_known(toy: Toy) -> None:
+    recovering(toy, fault_1="once", fault_2="always").start()
+    assert toy.end(60) == ExitCode.FAILED
+    assert [row["after_step"] for row in toy.events("recovery_started")] == [0, 1]
+    failure = read_json(toy.run.failure)
+    assert "no luck with step 2" in failure["message"] and "without a new step" in failure["reason"]
+    assert ["no luck with step 1" in each["message"] for each in failure["recovered"]] == [True, False]
+    found = diagnose(toy.run)
+    assert [fault["after_step"] for fault in found.recovered] == [0, 1]
+    assert re.search(r"recovered +after step 0, from trainer-0", tell(found, 5))
+
+
+def test_what_a_dead_orchestrator_left_beyond_the_checkpoint_is_gone(toy: Toy) -> None:
+    recovering(toy)
+    toy.processes[1] = toy.processes[1].model_copy(
+        update={"argv": tuple(word.replace("step < 3", "step < 1") for word in toy.processes[1].argv)}
+    )
+    toy.start()
+    wait_for(lambda: toy.run.latest_checkpoint() == 1 and toy.is_ready("orchestrator-0"))
+    (toy.run.weights_step(2)).mkdir(parents=True)
+    os.kill(toy.pid_of("orchestrator-0"), signal.SIGKILL)
+    wait_for(lambda: toy.events("recovery_started"))
+    wait_for(lambda: toy.run.endpoint("orchestrator-0").exists(), "its next life")
+    assert not toy.run.weights_step(2).exists() and toy.run.latest_checkpoint() == 1
+    write_json(toy.run.stop_request, {"now": True})
+    assert toy.end() == ExitCode.PREEMPTED
+
+
+def test_a_hung_trainer_writes_its_stacks_down_and_is_treated_like_a_dead_one(toy: Toy) -> None:
+    code = """
+    import os
+    from primerl_hpc.common.log import dump_stacks_on_signal
+    from primerl_hpc.common.metrics import MetricsWriter
+    dump_stacks_on_signal()
+    def hang_here(): time.sleep(600)
+    MetricsWriter(run.metrics("orchestrator")).write(1, {})
+    if os.environ["PRIMERL_INCARNATION"] == "0": hang_here()
+    """
+    toy.recipe = RECIPE | {"recovery": {"in_place": True}, "timeouts": {"stall_s": 3}}
+    toy.add(Role.TRAINER, PUBLISH + textwrap.dedent(code), OnExit.ENDS_PHASE, ready_timeout_s=60)
+    toy.start()
+    assert toy.end(60) == ExitCode.DONE
+    assert [row["process"] for row in toy.events("role_hung")] == ["trainer-0"]
+    assert "its last step was 0, the last batch 1" in toy.events("recovery_started")[0]["message"]
+    assert "in hang_here" in (toy.run.attempt_logs(1) / "trainer-0.log").read_text()
+
+
+def test_a_frozen_engine_is_started_again_though_its_process_lives(toy: Toy) -> None:
+    code = """
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    import sys
+    from pathlib import Path
+    from primerl_hpc.common.rundir import RunDir, publish_endpoint
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # answers every request with an error
+    publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[3], f"http://127.0.0.1:{server.server_port}")
+    server.serve_forever()
+    """
+    toy.recipe = RECIPE | {"timeouts": {"health_s": 2}}
+    toy.add(Role.INFERENCE, code, OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    os.kill(toy.pid_of("inference-0"), signal.SIGSTOP)
+    wait_for(lambda: len(toy.events("role_ready")) == 2, "its second life", 60)
+    assert [row["process"] for row in toy.events("role_hung")] == ["inference-0"]
+    write_json(toy.run.stop_request, {"now": True})
+    toy.end()
 
 
 def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: Toy) -> None:

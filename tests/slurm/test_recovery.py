@@ -1,0 +1,222 @@
+"""Bad days inside the allocation: nodes that are no good, and what takes their place."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.slurm import ask
+from primerl_hpc.plan.types import OnExit, PreflightPlan
+from tests.slurm.virtual import RECIPE, SAY, SERVE, TRAIN, SlurmToy, wait_for
+
+
+def preflight(**changes: Any) -> PreflightPlan:
+    """Fast, and without interpreters to ask."""
+    values = {"timeout_s": 40, "pythons": (), "gpus": 0, "scratch": None}
+    values |= {"min_scratch_gib": 0, "min_memory_gib": 0, "health_checks": ()}
+    return PreflightPlan.model_validate(values | changes)
+
+
+def not_on(node: str) -> str:
+    """A site's health check that one node fails."""
+    return f'[ "$SLURMD_NODENAME" != {node} ] || {{ echo the fabric of {node} is down; exit 7; }}'
+
+
+def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, train, OnExit.ENDS_PHASE, nodes=(1,))
+    return toy
+
+
+def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_takes_its_place(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    toy = add_roles(new_toy(spare_nodes=1), SAY)
+    toy.plan_changes = {"spare_nodes": 1, "preflight": preflight(timeout_s=8)}
+    toy.prepare()
+    toy.cluster.on("n2", "mount", "-t", "tmpfs", "none", str(toy.run.root))
+    try:
+        toy.submit()
+        toy.wait_for_state(RunState.DONE)
+    finally:
+        toy.cluster.on("n2", "umount", "-l", str(toy.run.root))
+    toy.assert_nothing_is_left()
+    assert "on n1" in toy.log("inference-0") and "on n3" in toy.log("trainer-0")
+    excluded = toy.events("node_excluded")
+    assert [(row["node"], row["spare"]) for row in excluded] == [("n2", "n3")]
+    assert "run directory" in excluded[0]["why"]
+    assert read_json(toy.run.state)["hosts"] == ["n1", "n3"]
+    wait_for(lambda: "preflight" in toy.steps(), "its step in accounting")
+
+
+def test_too_few_good_nodes_send_the_run_back_into_the_queue_without_the_bad_one(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    toy = add_roles(new_toy(), SAY)
+    toy.plan_changes = {"preflight": preflight(health_checks=(not_on("n1"),))}
+    toy.submit()
+    wait_for(lambda: toy.events("run_requeued"), "its requeue", tell=toy.words)
+    assert toy.events("run_requeued")[0]["without"] == ["n1"]
+    assert ask(["squeue", "-h", "-j", toy.job, "-o", "%x"]).strip() == "n1", toy.words()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+    assert toy.snapshot().attempt == 2
+    assert "on n2" in toy.log("inference-0", attempt=2) and "on n3" in toy.log("trainer-0", attempt=2)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["the job may not requeue", "it was excluded before"])
+def test_too_few_good_nodes_end_the_run_with_94_and_name_node_and_check(
+    new_toy: Callable[..., SlurmToy], is_known: bool
+) -> None:
+    """A node that comes again although the job excluded it ends the run: the next attempt would be the same."""
+    toy = add_roles(new_toy(requeue=is_known), SAY)
+    toy.plan_changes = {"preflight": preflight(health_checks=(not_on("n2"),))}
+    toy.prepare()
+    if is_known:
+        write_json(toy.run.state, {"attempt": 0, "nodes": {"ever_excluded": ["n2"]}})
+    toy.submit()
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    failure = read_json(toy.run.failure)
+    assert (failure["node"], failure["check"], failure["exit_code"]) == ("n2", "site", ExitCode.BAD_NODE)
+    assert "the fabric of n2 is down" in failure["message"]
+    wait_for(lambda: (fact := toy.accounted()) is not None and fact.exit_code == 94, "its code in accounting")
+    assert bool(toy.events("nodes_bad_again")) is is_known
+    assert not toy.events("role_started")
+
+
+# -- nodes that are lost later ----------------------------------------------------------------------------------------
+
+
+def with_spares(toy: SlurmToy, spares: int) -> SlurmToy:
+    """A head that stays, and a node with an engine and a trainer."""
+    toy.recipe = RECIPE | {"recovery": {"in_place": True}}
+    toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
+    toy.plan_changes = {"spare_nodes": spares}
+    return toy
+
+
+def call_down(node: str) -> None:
+    """What SLURM does with a silent node after its timeout, at once."""
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True)
+
+
+def resume_nodes(*nodes: str) -> None:
+    for node in nodes:
+        subprocess.run(
+            ["scontrol", "update", f"nodename={node}", "state=resume"], check=False, capture_output=True
+        )
+
+
+def wait_until_on(toy: SlurmToy, node: str, life: int) -> None:
+    def is_there(process: str) -> bool:
+        path = toy.run.endpoint(process)
+        return path.exists() and (toy.endpoint(process)["host"], toy.endpoint(process)["incarnation"]) == (
+            node,
+            life,
+        )
+
+    for process in ("inference-0", "trainer-0"):
+        wait_for(lambda process=process: is_there(process), f"{process} on {node}", 120, toy.words)
+
+
+def test_roles_of_a_lost_node_move_to_a_spare_and_the_run_ends_in_the_same_attempt(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    """A power cut of the engine's and the trainer's node; then the spare that took its place is lost too."""
+    toy = with_spares(new_toy(), spares=2)
+    job = toy.submit()
+    toy.wait_until_ready("router-0", "inference-0", "trainer-0")
+    try:
+        toy.cluster.tool("kill-node", "n2")
+        wait_until_on(toy, "n3", 1)
+        call_down("n3")
+        wait_until_on(toy, "n4", 2)
+        assert "goes on after 1" in toy.log("trainer-0")
+        (toy.run.root / "enough").touch()
+        toy.wait_for_state(RunState.DONE)
+    finally:
+        toy.cluster.tool("return-node", "n2")
+        resume_nodes("n3")
+    toy.assert_nothing_is_left()
+    assert toy.job == job and toy.snapshot().attempt == 1 and toy.fact().state == "COMPLETED"
+    moves = [(row["node"], row["spare"]) for row in toy.events("node_excluded")]
+    assert moves == [("n2", "n3"), ("n3", "n4")]
+    assert read_json(toy.run.state)["processes"]["router-0"]["incarnation"] == 0
+
+
+def test_without_a_spare_left_the_run_goes_back_into_the_queue(new_toy: Callable[..., SlurmToy]) -> None:
+    toy = with_spares(new_toy(), spares=1)
+    toy.submit()
+    toy.wait_until_ready("router-0", "inference-0", "trainer-0")
+    try:
+        call_down("n2")
+        wait_until_on(toy, "n3", 1)
+        call_down("n3")
+        wait_for(lambda: toy.events("run_requeued"), "its requeue", tell=toy.words)
+    finally:
+        resume_nodes("n2", "n3")
+    assert toy.events("run_requeued")[0]["without"] == ["n2", "n3"]
+    # of four nodes it excludes two and needs three: let it have them again
+    subprocess.run(["scontrol", "update", f"JobId={toy.job}", "ExcNodeList="], check=True)
+    toy.wait_until_ready("router-0", "inference-0", "trainer-0", attempt=2)
+    assert "goes on after 1" in toy.log("trainer-0", attempt=2)
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+
+
+# -- how fast the nodes are given back -----------------------------------------------------------------------------------
+
+# has a child in a session of its own, and ends at its own time
+STUBBORN = (
+    SAY
+    + """
+import signal, subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)", str(run.root)], start_new_session=True)
+publish_endpoint(run, name, "http://x:1")
+time.sleep(900)
+"""
+)
+
+
+def seconds_to_release(toy: SlurmToy, since: float) -> float:
+    """From ``since``, a time of an event, until SLURM has all nodes idle again."""
+    toy.cluster.wait_until_idle()
+    return time.time() - since
+
+
+@pytest.mark.parametrize(
+    "train, state, limit_s",
+    [
+        (TRAIN, RunState.DONE, 10),
+        (TRAIN.replace("sys.exit(0 if is_last else 75)", "raise SystemExit('no luck')"), RunState.FAILED, 30),
+    ],
+    ids=["a clean finish", "a crash"],
+)
+def test_nodes_are_given_back_at_once_though_a_server_does_not_heed_sigterm(
+    new_toy: Callable[..., SlurmToy], train: str, state: RunState, limit_s: float
+) -> None:
+    toy = new_toy()
+    toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, train, OnExit.ENDS_PHASE, nodes=(1, 2))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    (toy.run.root / "enough").touch()
+    wait_for(
+        lambda: "trainer-0" in [row["process"] for row in toy.events("role_exited")], "the trainer's end"
+    )
+    ended = [row["time"] for row in toy.events("role_exited") if row["process"] == "trainer-0"]
+    assert seconds_to_release(toy, ended[0]) < limit_s
+    toy.wait_for_state(state)
+    toy.assert_nothing_is_left()
