@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from primerl_hpc.common import env
 from primerl_hpc.common.files import write_json
@@ -39,6 +40,14 @@ def wait_for(
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what} {tell()}"
         time.sleep(0.05)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether this very process (not a later one of its number) still runs. A zombie has ended; its parent is slow."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def make_tiny_model(

@@ -70,8 +70,8 @@ class Supervisor:
         try:
             if (code := await self.succession.begin()) is not None:
                 return code
-            self._open_attempt()
             self._install_signal_handlers()
+            self._open_attempt()
             await self._read_allocation()
             if self.nodes is not None and not await self.nodes.look():
                 self.is_closing = True

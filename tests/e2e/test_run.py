@@ -25,7 +25,7 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.snapshot import take_snapshot
-from tests.support import ROOT, make_tiny_model, wait_for
+from tests.support import ROOT, is_alive, make_tiny_model, wait_for
 
 pytestmark = [pytest.mark.e2e]
 
@@ -88,14 +88,6 @@ def processes_of(root: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return [process for process in found.values() if is_alive(process)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether this very process (not a later one of its number) still runs."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def process_of(root: Path, name: str, depth: int = 1) -> psutil.Process:

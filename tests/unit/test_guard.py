@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from primerl_hpc.runtime.guard import descendants_of
-from tests.support import wait_for
+from tests.support import is_alive, wait_for
 
 GUARD = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--grace", "1", "--"]
 
@@ -33,37 +32,37 @@ FAMILY = textwrap.dedent(
 
 
 @pytest.fixture
-def family(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A running guard with four processes below it, and their pids."""
+def family(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    """A running guard with four processes below it, and those."""
     out = tmp_path / "out"
     with out.open("wb") as file:
         guard = subprocess.Popen([*GUARD, sys.executable, "-c", FAMILY, "term-exits"], stdout=file)
     wait_for(lambda: out.read_bytes().count(b"up") == 2 and len(descendants_of(guard.pid)) == 4)
-    yield guard, descendants_of(guard.pid)
+    yield guard, [psutil.Process(pid) for pid in descendants_of(guard.pid)]
     guard.kill()
     guard.wait()
 
 
-def all_gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(map(is_alive, processes))
 
 
 def test_a_killed_command_takes_its_whole_tree_along(
-    family: tuple[subprocess.Popen[bytes], list[int]],
+    family: tuple[subprocess.Popen[bytes], list[psutil.Process]],
 ) -> None:
-    guard, pids = family
-    os.kill(pids[0], signal.SIGKILL)
+    guard, below = family
+    below[0].kill()
     assert guard.wait(timeout=20) == 128 + signal.SIGKILL
-    assert all_gone(pids)
+    assert all_gone(below)
 
 
 def test_sigterm_reaches_the_command_and_its_code_comes_back(
-    family: tuple[subprocess.Popen[bytes], list[int]],
+    family: tuple[subprocess.Popen[bytes], list[psutil.Process]],
 ) -> None:
-    guard, pids = family
+    guard, below = family
     guard.terminate()
     assert guard.wait(timeout=20) == 7
-    assert all_gone(pids)
+    assert all_gone(below)
 
 
 def test_the_tree_ends_when_the_guards_parent_is_killed(tmp_path: Path) -> None:
@@ -72,11 +71,11 @@ def test_the_tree_ends_when_the_guards_parent_is_killed(tmp_path: Path) -> None:
     with out.open("wb") as file:
         parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=file)
     wait_for(lambda: out.read_bytes().count(b"up") == 2)
-    pids = descendants_of(parent.pid)
-    assert len(pids) == 5
+    below = [psutil.Process(pid) for pid in descendants_of(parent.pid)]
+    assert len(below) == 5
     parent.kill()
     parent.wait()
-    wait_for(lambda: all_gone(pids))
+    wait_for(lambda: all_gone(below))
 
 
 def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -> None:

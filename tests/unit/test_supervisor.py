@@ -23,7 +23,7 @@ from primerl_hpc.observe.diagnose import diagnose, tell
 from primerl_hpc.observe.snapshot import take_snapshot
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.runtime.guard import descendants_of
-from tests.support import ROOT, make_plan, process_plan, wait_for
+from tests.support import ROOT, is_alive, make_plan, process_plan, wait_for
 
 RECIPE = {
     "kind": "rl",
@@ -364,15 +364,15 @@ def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: T
     toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
     toy.start()
     wait_for(lambda: toy.is_ready("inference-0"))
-    below = descendants_of(toy.supervisor.pid)
+    below = [psutil.Process(pid) for pid in descendants_of(toy.supervisor.pid)]
     assert len(below) == 4
     toy.supervisor.kill()
     toy.supervisor.wait()
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in below))
+    wait_for(lambda: not any(map(is_alive, below)), "every process to end")
     snapshot = take_snapshot(toy.run)
     assert snapshot.state == RunState.FAILED and "resume" in (snapshot.message or "")
     toy.start()
-    wait_for(lambda: len(toy.events("attempt_started")) == 2)
+    wait_for(lambda: len(toy.events("phase_started")) == 2)
     toy.supervisor.send_signal(signal.SIGTERM)
     assert toy.end() == ExitCode.STOPPED
     assert os.readlink(toy.run.latest_logs) == "attempt_2"
