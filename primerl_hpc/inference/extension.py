@@ -62,13 +62,13 @@ def stream_tensors(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, Any]]:
 
 
 def _local_folder(model: str) -> Path | None:
-    """Where a folder or hub id lies on this machine."""
+    """Where a folder or hub id lies on this machine; None when it does not."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):  # the second: a path, and nothing is there
         return None
