@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from primerl_hpc.common.rundir import RunDir
+from tests.e2e.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
 from tests.e2e.serving import Serving
+from tests.support import make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,43 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield system
     finally:
         system.stop()
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with a tiny model, and demonstrations of both the right and the wrong answer."""
+    folder = tmp_path_factory.mktemp("work")
+    make_tiny_model(folder / "outputs" / "tiny", rows=20_000)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm_model(work: Path) -> Path:
+    """The run directory of an SFT run of 300 steps."""
+    recipe = work / "sft.yaml"
+    recipe.write_text(SFT_RECIPE.format(tiny=TINY, data=work / "outputs" / "tiny" / "sft.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIMERL_HOME", str(work / "state"))
+        command("submit", str(recipe), "-p", "local", "--run-dir", "runs/warm", "--follow", cwd=work)
+    return work / "runs" / "warm"
+
+
+@pytest.fixture
+def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunDir]]:
+    """Submit an RL run from the warm model; whatever the test does, nothing of it stays alive."""
+    monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
+    started: list[RunDir] = []
+
+    def submit(name: str, *overrides: str) -> RunDir:
+        recipe = work / "rl.yaml"
+        recipe.write_text(RL_RECIPE.format(tiny=TINY))
+        model = warm_model / "weights" / "step_300"
+        words = [word for text in (f"model.name={model}", *overrides) for word in ("--set", text)]
+        command("submit", str(recipe), "-p", "local", "--run-dir", f"runs/{name}", *words, cwd=work)
+        started.append(RunDir(work / "runs" / name))
+        return started[-1]
+
+    yield submit
+    for run in started:
+        for process in processes_of(run.root):
+            process.kill()

@@ -12,7 +12,7 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.snapshot import take_snapshot
-from tests.e2e.test_run import command
+from tests.e2e.runs import command
 from tests.support import make_tiny_model, wait_for
 
 pytestmark = pytest.mark.e2e

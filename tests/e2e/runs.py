@@ -1,0 +1,112 @@
+"""Whole runs on this machine, as a user starts them: commands, the processes of a run, and what its files say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.snapshot import take_snapshot
+from tests.support import ROOT, is_alive, wait_for
+
+TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
+# engines and environment servers take most of a minute on two cores, minutes on a busy machine
+START_S = 420.0
+RL_RECIPE = """\
+base: {tiny}
+name: e2e
+warmup: null
+max_steps: 24
+environments:
+  eval:
+    - {{id: reverse-text, name: held-out, args: {{split: test}}, interval: 12, samples: 2, num_tasks: 32}}
+checkpoint: {{interval: 4, keep_last: 2}}
+"""
+
+SFT_RECIPE = """\
+base: {tiny}
+kind: sft
+name: warm
+warmup: null
+max_steps: 300
+sft:
+  data: {{path: {data}}}
+  batch_unit: samples
+  batch_size: 64
+optimizer: {{type: adamw, lr: 2.0e-3, weight_decay: 0.01, betas: [0.9, 0.98]}}
+scheduler: {{type: linear, warmup_steps: 20, decay_steps: 90, min_lr_ratio: 0.1}}
+checkpoint: {{interval: 100}}
+"""
+
+
+def command(
+    *words: str, cwd: Path, timeout_s: float = 400, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """``primerl-hpc …`` as a user types it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "primerl_hpc", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def processes_of(root: Path) -> list[psutil.Process]:
+    """Supervisor and guards of a run, and everything below them.
+
+    Engines and environment servers overwrite their command line and environment, so the tree has to be asked.
+    """
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            is_ours = any(word.startswith("primerl_hpc.runtime.") for word in words) and str(root) in words
+            for each in [process, *process.children(recursive=True)] if is_ours else []:
+                found[each.pid] = each
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [process for process in found.values() if is_alive(process)]
+
+
+def process_of(root: Path, name: str, depth: int = 1) -> psutil.Process:
+    """The process of a role (1), or its first child (2): the router itself, or a rank of the trainer."""
+    for process in processes_of(root):
+        words = process.cmdline()
+        if "primerl_hpc.runtime.guard" in words and words[-1] == name:
+            for _ in range(depth):
+                process = process.children()[0]  # noqa: PLW2901
+            return process
+    raise AssertionError(f"no {name} runs")
+
+
+def events(run: RunDir, name: str) -> list[dict]:
+    return [row for row in read_jsonl(run.events) if row["event"] == name]
+
+
+def versions_served(run: RunDir) -> list[int]:
+    """Policy versions that the engine loaded while it served, in order."""
+    log = run.attempt_logs(1) / "inference" / "0.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
+    return [int(version) for version in re.findall(r"serving policy version (\d+) from", said)]
+
+
+def last_step(run: RunDir) -> int:
+    return max(read_steps(run.metrics("trainer")), default=0)
+
+
+def wait_for_end(run: RunDir, timeout_s: float = 420.0) -> RunState:
+    wait_for(lambda: take_snapshot(run).state.is_final, f"{run.root.name} to end", timeout_s)
+    return take_snapshot(run).state
