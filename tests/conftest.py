@@ -1,4 +1,4 @@
-"""Fixtures for every test: a state home of its own, and ``--update-golden``."""
+"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when two workers run them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write golden files anew; read the diff in review"
     )
+
+
+def lane(item: pytest.Item) -> tuple[int, str]:
+    """(rank, name) of the tests that one pytest-xdist worker runs in a row, because they share what is dear to start.
+
+    The virtual cluster mostly waits, runs and engines mostly compute: started together, they fill the machine.
+    """
+    folder, module = item.path.parent.name, item.path.stem
+    fixtures = getattr(item, "fixturenames", ())
+    if folder == "slurm":
+        return 0, "slurm"
+    if folder == "e2e":
+        shared = next((name for name in ("warm_model", "serving") if name in fixtures), module)
+        return 1, shared
+    return 2, f"{folder}/{module}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lane)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(lane(item)[1]))
 
 
 @pytest.fixture(autouse=True)

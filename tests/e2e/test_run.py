@@ -35,6 +35,9 @@ from tests.support import is_alive, wait_for
 
 pytestmark = pytest.mark.e2e
 
+# for runs that need not learn
+SMALL = ("environments.eval=[]", "rollouts.batch_size=32", "rollouts.group_size=4")
+
 
 def test_sft_learns_and_exports_a_model_that_transformers_loads(warm_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,7 +82,7 @@ def test_a_killed_trainer_and_a_killed_orchestrator_go_on_in_place_with_the_same
     start: Callable[..., RunDir], work: Path
 ) -> None:
     """The engine serves a policy of the lost steps then: it must be brought back to the checkpoint's."""
-    run = start("recovering", "max_steps=12", "environments.eval=[]")
+    run = start("recovering", "max_steps=12", *SMALL)
     for step, name, depth in [(5, "trainer-0", 2), (9, "orchestrator-0", 1)]:
         wait_for(lambda step=step: step in versions_served(run), f"policy {step} at the engine", START_S)
         process_of(run.root, name, depth).kill()
@@ -111,7 +114,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     run = start(
         "resumed",
         "max_steps=16",
-        "environments.eval=[]",
+        *SMALL,
         "recovery.in_place=false",
         "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
         "rollouts.adaptive_concurrency.start=64",
