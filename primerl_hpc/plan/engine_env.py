@@ -10,8 +10,6 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     # CUDA and the CPU platform both forbid fork once the parent has started threads
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # sockets of an engine's processes: a job's own TMPDIR easily exceeds the 107 bytes of an AF_UNIX path
-    "VLLM_RPC_BASE_PATH": "/tmp",
 }
 
 _CPU = {

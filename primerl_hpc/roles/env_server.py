@@ -7,12 +7,9 @@ pool neither restarts a dead worker nor tells its clients; the supervisor does b
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.listen import listen_host
 from primerl_hpc.common.rundir import ensure_api_key, publish_endpoint
 from primerl_hpc.envs.config import environment_of
+from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
 
 
@@ -35,7 +33,7 @@ def serve(role: RoleProcess) -> None:
     logging.getLogger("verifiers.v1.interception").setLevel(logging.ERROR)
     # requests name the variable that holds the engines' key, never the key
     env.set_engine_api_key(ensure_api_key(role.run))
-    with scratch_folder(role) as scratch:
+    with scratch_folder(role.run, role.process) as scratch:
         with home_at(scratch):
             from verifiers.v1.serve import serve_env
         from primerl_hpc.envs.tasks import resolve_environment
@@ -67,19 +65,6 @@ class _Publisher:
     def put(self, address: str) -> None:
         publish_endpoint(self.role.run, self.role.process, address, env=self.label, split=self.split)
         self.role.logger.info("environment %s (%s) at %s", self.label, self.split, address)
-
-
-@contextlib.contextmanager
-def scratch_folder(role: RoleProcess) -> Iterator[Path]:
-    """A node-local folder of this process, gone at exit; what a killed predecessor left is removed first."""
-    run_id = hashlib.sha256(str(role.run.root.resolve()).encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"primerl-{os.getuid()}-{run_id}-{role.process}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from primerl_hpc.roles.start import start_role
+from primerl_hpc.roles.scratch import scratch_folder
+from primerl_hpc.roles.start import RoleProcess, start_role
+
+# a job's own TMPDIR easily exceeds the 107 bytes of an AF_UNIX path
+SOCKETS = "/tmp"
 
 
 def main(argv: list[str]) -> int:
     return start_role("inference", argv, _serve)
 
 
-def _serve(role) -> None:
+def _serve(role: RoleProcess) -> None:
     from primerl_hpc.inference.server import run_engine
 
-    run_engine(role.run, role.plan, role.phase, role.process)
+    with scratch_folder(role.run, role.process, SOCKETS) as folder:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets between the engine's processes
+        run_engine(role.run, role.plan, role.phase, role.process)
 
 
 if __name__ == "__main__":  # vLLM's processes are spawned and import this module again

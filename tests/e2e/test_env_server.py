@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from primerl_hpc.orchestrator.env_client import (
     train_client,
 )
 from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
+from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import make_plan, process_plan, run_role
 
@@ -197,16 +196,11 @@ def test_the_second_server_is_the_evaluations_and_leaves_nothing_behind(serving:
     serving.start("env_server-1")
     endpoint = read_endpoint(serving.run, "env_server-1")
     assert (endpoint["env"], endpoint["split"]) == ("held-out", "eval")
-    before = scratch_folders(serving.run)
-    assert len(before) == 1
+    scratch = scratch_path(serving.run, "env_server-1")
+    assert scratch.is_dir()
     assert serving.terminate("env_server-1") == ExitCode.DONE
-    assert scratch_folders(serving.run) == []
+    assert not scratch.exists()
     assert list(serving.home.iterdir()) == []
-
-
-def scratch_folders(run: RunDir) -> list[Path]:
-    run_id = hashlib.sha256(str(run.root.resolve()).encode()).hexdigest()[:12]
-    return list(Path(tempfile.gettempdir()).glob(f"primerl-*-{run_id}-env_server-1"))
 
 
 def test_an_unknown_environment_ends_the_server_with_its_name(tmp_path: Path) -> None:

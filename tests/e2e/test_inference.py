@@ -12,6 +12,7 @@ import pytest
 
 from primerl_hpc.common.rundir import STABLE, ensure_api_key
 from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, save_variant
 
 pytestmark = pytest.mark.e2e
@@ -181,15 +182,18 @@ def spoil(file: Path, damage: str) -> None:
     save_file(tensors, file)
 
 
-def test_a_restarted_engine_keeps_its_url_and_serves_the_newest_version(
+def test_a_killed_engine_comes_back_at_its_url_with_the_newest_version_and_removes_what_it_left(
     serving: Serving, variant: Path, base: None
 ) -> None:
     url = serving.url("inference-0")
     shutil.copytree(variant, serving.run.weights_step(3))
     (serving.run.weights_step(3) / STABLE).touch()
+    sockets = scratch_path(serving.run, "inference-0")
+    left = {path.name for path in sockets.iterdir()}
     serving.kill("inference-0")
     serving.start("inference-0")
     assert serving.url("inference-0") == url
+    assert left and not left & {path.name for path in sockets.iterdir()}
     assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 3}
     assert not serving.run.has_lease(serving.run.weights_step(3))
     serving.wait_for_router()

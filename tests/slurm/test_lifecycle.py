@@ -5,6 +5,8 @@ The trainer of these runs makes checkpoint 1 at once and another one when it is 
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from collections.abc import Callable
 
@@ -12,7 +14,7 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, run_cli, wait_for
+from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, run_cli, start_cli, wait_for
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
@@ -85,7 +87,9 @@ def test_a_killed_supervisor_leaves_nothing_and_resume_takes_over(toy: SlurmToy)
 
 
 def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmToy) -> None:
+    """A follower of its log sees all three lives, and accounting counts them all."""
     add_roles(toy).submit()
+    follower = start_cli("logs", str(toy.run.root), "trainer", "--follow")
     for attempt in (1, 2):
         toy.wait_until_ready("inference-0", "trainer-0", attempt=attempt)
         saved = toy.run.latest_checkpoint()
@@ -99,6 +103,10 @@ def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmTo
     toy.wait_until_ready("trainer-0", attempt=3)
     assert "goes on after 3" in toy.log("trainer-0", attempt=3)
     finish(toy)
+    said, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0 and re.findall(r"goes on after (\d)", said) == ["0", "2", "3"], said
+    used = json.loads(run_cli("status", str(toy.run.root), "--json").stdout)["usage"]
+    assert (used["source"], used["attempts"]) == ("sacct", 3) and used["node_hours"] > 0
 
 
 def test_slurm_itself_warns_before_the_walltime(new_toy: Callable[..., SlurmToy]) -> None:

@@ -27,7 +27,7 @@ from tests.support import ROOT, make_tiny_model
 
 pytestmark = pytest.mark.e2e
 
-READY_S = 240  # cold engines on a busy machine
+READY_S = 420  # cold engines on a busy machine
 TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
 SMALL: dict[str, Any] = {
     "base": str(TINY),
@@ -66,7 +66,7 @@ class RealRun:
             f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.is_file()
         )
 
-    def wait_for_state(self, state: RunState, timeout_s: float = 300) -> None:
+    def wait_for_state(self, state: RunState, timeout_s: float = 600) -> None:
         wait_for(lambda: self.state.is_final or self.state == state, "its end", timeout_s, self.words)
         assert self.state == state, self.words()
 

@@ -260,10 +260,16 @@ class SlurmToy:
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    with start_cli(*words) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_cli(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "primerl_hpc", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
