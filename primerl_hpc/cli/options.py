@@ -50,12 +50,14 @@ def job_changes() -> list[str]:
     return list(click.get_current_context().meta.get(_CHANGES, ()))
 
 
+choose_profile = click.option(
+    "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
+)
+
+
 def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--profile P`` and the `job_options`."""
-    choose = click.option(
-        "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
-    )
-    return choose(job_options(function))
+    return choose_profile(job_options(function))
 
 
 set_option = click.option(

@@ -154,6 +154,15 @@ class RunDir:
         return self.control / "hangs" / process
 
     @property
+    def bench_request(self) -> Path:
+        """What benchmark mode is asked; its result is beside it."""
+        return self.control / "bench_request.json"
+
+    @property
+    def bench_result(self) -> Path:
+        return self.control / "bench_result.json"
+
+    @property
     def live_version(self) -> Path:
         """``{"version": n}``: the policy version that engines serve now; written by the orchestrator."""
         return self.control / "live_version.json"

@@ -3,4 +3,5 @@
 Reading order. Pure: curriculum → sampler → dispatcher → concurrency → trajectories → algorithms → gates, filters →
 scoring → packing → batches → metrics → evals.
 At the edge: env_client → fleet → engines → runner → watcher → checkpoints → traces → setup → driver → loop, evaluate.
+made_up: rollouts for the trainer's benchmark mode.
 """

@@ -74,13 +74,6 @@ async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
         await fleet.close()
 
 
-def num_data_ranks(phase: PhasePlan) -> int:
-    """Data-parallel ranks of the trainer: its processes over context parallel."""
-    world = sum(len(process.nodes) * len(process.accelerators) for process in phase.of_role(Role.TRAINER))
-    context = phase.recipe.layout.trainer.context_parallel
-    return world if context == "auto" else world // context  # a plan has a number there
-
-
 class Orchestrator:
     def __init__(
         self,
@@ -118,7 +111,7 @@ class Orchestrator:
             rollouts,
             Scorer(recipe, vocab_size),
             seq_len=recipe.seq_len,
-            num_ranks=num_data_ranks(phase),
+            num_ranks=phase.num_data_ranks,
             env_names=[environment.label for environment in recipe.environments.train],
         )
         self.evaluator = Evaluator(

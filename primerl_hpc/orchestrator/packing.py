@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.orchestrator.trajectories import Sample
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.transport.rollouts import MicroBatch, empty_row
 
 # Sequence length at which attention costs as much as the matrices: P/(layers·heads·head_dim), 8 k to 27 k tokens for
 # models of 0.6 to 4 B parameters. Only balance depends on it.
@@ -198,14 +198,14 @@ def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
     num_truncated = sum(each.sample.num_tokens > seq_len for each in samples)
     kept = [each for each in samples if each.is_trained(seq_len)]
     if not kept:
-        dummies = [[_dummy_row()] for _ in range(num_ranks)]
+        dummies = [[empty_row()] for _ in range(num_ranks)]
         return Packed(dummies, num_truncated, len(samples), num_ranks, 0.0)
     lengths = np.minimum([each.sample.num_tokens for each in kept], seq_len).astype(np.int64)
     rows = assign_rows(lengths, seq_len, num_ranks)
     costs = cost_of(lengths).tolist()
     dealt = deal_rows(rows, [sum(costs[index] for index in row) for row in rows], num_ranks)
     ranks = [
-        [_row([kept[index] for index in row], seq_len) if row else _dummy_row() for row in rank]
+        [_row([kept[index] for index in row], seq_len) if row else empty_row() for row in rank]
         for rank in dealt
     ]
     return Packed(
@@ -246,23 +246,4 @@ def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
         ref_logprobs=join([each.ref_logprobs for each in samples]),
         env_ids=spread([each.env_id for each in samples], np.int32),
         sample_lengths=lengths,
-    )
-
-
-def _dummy_row() -> MicroBatch:
-    """Two tokens that nobody trains: a rank without work still takes part in the collectives."""
-    zeros = np.zeros(2, np.float32)
-    return MicroBatch(
-        input_ids=np.zeros(2, np.int64),
-        position_ids=np.arange(2, dtype=np.int64),
-        loss_mask=np.zeros(2, np.bool_),
-        advantages=zeros,
-        inference_logprobs=zeros,
-        temperatures=np.ones(2, np.float32),
-        rl_weights=zeros,
-        ce_weights=zeros,
-        ref_kl_weights=zeros,
-        ref_logprobs=zeros,
-        env_ids=np.zeros(2, np.int32),
-        sample_lengths=np.array([2], np.int64),
     )

@@ -29,10 +29,15 @@ _ON_EXIT = {
 }
 
 
-def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str) -> Plan:
-    """Raises ConfigError when recipe and profile do not fit together."""
+def compile_plan(
+    recipe: Recipe, profile: Profile, *, run_dir: str, python: str, only_trainer: bool = False
+) -> Plan:
+    """``only_trainer``: the trainer of a recipe of kind rl or sft has the machines for itself.
+
+    Raises ConfigError when recipe and profile do not fit together.
+    """
     _check(recipe, profile)
-    layout = split(recipe, profile)
+    layout = split(recipe.model_copy(update={"kind": Kind.SFT}) if only_trainer else recipe, profile)
     notes = layout.notes
     if layout.trainer is not None:
         per_node = len(layout.trainer.accelerators)
@@ -45,7 +50,7 @@ def compile_plan(recipe: Recipe, profile: Profile, *, run_dir: str, python: str)
             name=name,
             recipe=phase_recipe,
             model_path=model_path,
-            processes=made.all(),
+            processes=(made.trainer(),) if only_trainer else made.all(),
             elastic=made.elastic(),
         )
         for name, phase_recipe, model_path in _phases(recipe, run_dir)
@@ -112,8 +117,7 @@ class _Processes:
 
     def _working(self, head: Placement) -> tuple[ProcessPlan, ...]:
         if self.recipe.kind == Kind.SFT:
-            assert self.layout.trainer is not None
-            return (self._process(Role.SFT, 0, self.layout.trainer, "sft.log"),)
+            return (self.trainer(),)
         engines = self._engines(self.layout.replicas)
         ready_s = self.recipe.timeouts.inference_ready_s
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
@@ -122,10 +126,13 @@ class _Processes:
         servers = self._env_servers(head)
         if self.recipe.kind == Kind.EVAL:
             return (*engines, router, *servers, self._process(Role.EVALUATOR, 0, head, "evaluator.log"))
-        assert self.layout.trainer is not None
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
-        trainer = self._process(Role.TRAINER, 0, self.layout.trainer, "trainer.log")
-        return (*engines, router, *servers, orchestrator, trainer)
+        return (*engines, router, *servers, orchestrator, self.trainer())
+
+    def trainer(self) -> ProcessPlan:
+        assert self.layout.trainer is not None
+        role = Role.SFT if self.recipe.kind == Kind.SFT else Role.TRAINER
+        return self._process(role, 0, self.layout.trainer, f"{role.value}.log")
 
     def elastic(self) -> tuple[ProcessPlan, ...]:
         return self._engines(self.layout.elastic) if self.recipe.kind == Kind.RL else ()

@@ -75,6 +75,14 @@ class PhasePlan(Block):
         known = ", ".join(process.name for process in every)
         raise NotFoundError(f"no process '{name}' in phase '{self.name}'", mend=f"it has: {known}")
 
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel ranks of the trainer: its processes over context parallel."""
+        trainers = (*self.of_role(Role.TRAINER), *self.of_role(Role.SFT))
+        world = sum(len(process.nodes) * len(process.accelerators) for process in trainers)
+        context = self.recipe.layout.trainer.context_parallel
+        return world if context == "auto" else world // context  # a plan has a number there
+
     def of_role(self, role: Role) -> tuple[ProcessPlan, ...]:
         return tuple(process for process in self.processes if process.role == role)
 
@@ -135,6 +143,16 @@ class Plan(Block):
             if phase.name == name:
                 return phase
         raise NotFoundError(f"the plan has no phase '{name}'")
+
+    def phase_of(self, role: Role, name: str | None = None) -> PhasePlan:
+        """The last phase that has ``role``, or the one called ``name`` if it has. Raises NotFoundError."""
+        phases = [each for each in self.phases if each.of_role(role) and name in (None, each.name)]
+        if phases:
+            return phases[-1]
+        known = ", ".join(
+            f"{each.name} ({', '.join(p.name for p in each.processes)})" for each in self.phases
+        )
+        raise NotFoundError(f"no {role} in this run", mend=f"its phases: {known}")
 
 
 def load_plan(run_dir: RunDir) -> Plan:

@@ -43,6 +43,20 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
+def resolve_model(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
+    """The recipe with its model as an absolute folder, of which only ``config.json`` has to be there.
+
+    Raises NotFoundError or DataError.
+    """
+    folder = folder or Path.cwd()
+    model = loaded.recipe.model
+    if not _looks_local(model.name, folder):
+        return loaded.recipe
+    path = (folder / Path(model.name).expanduser()).resolve()
+    _check_config(path, loaded.document.place(("model", "name")))
+    return loaded.recipe.model_copy(update={"model": model.model_copy(update={"name": str(path)})})
+
+
 def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
     """Absolute path and the step's number. Raises NotFoundError where there is no such complete checkpoint."""
     root = (folder / Path(fork.run).expanduser()).resolve()
@@ -75,7 +89,7 @@ def _resolve_model(model: Model, document: Document, folder: Path) -> Model:
     return model.model_copy(update=changes)
 
 
-def _check_model_folder(path: Path, place: str) -> None:
+def _check_config(path: Path, place: str) -> None:
     if not path.is_dir():
         raise NotFoundError(
             f"model folder {path} does not exist",
@@ -86,6 +100,10 @@ def _check_model_folder(path: Path, place: str) -> None:
         raise DataError(
             f"model folder {path} has no config.json", place=place, mend="it must be an HF model folder"
         )
+
+
+def _check_model_folder(path: Path, place: str) -> None:
+    _check_config(path, place)
     if not any(path.glob("*.safetensors")):
         raise DataError(
             f"model folder {path} has no weights (*.safetensors)",

@@ -18,8 +18,8 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import ProcessPlan, load_plan
 
 
-def run_torchrun(arguments: list[str]) -> None:
-    """``RUN_DIR PHASE NAME``. Does not return; a PrimerlError ends as one sentence and its exit code."""
+def run_torchrun(arguments: list[str], module: str = "primerl_hpc.trainer.main") -> None:
+    """``RUN_DIR PHASE NAME``, and what each rank is. Does not return; a PrimerlError ends as one sentence and its exit code."""
     run_dir, phase, name = arguments
     try:
         root = RunDir(Path(run_dir))
@@ -35,7 +35,7 @@ def run_torchrun(arguments: list[str]) -> None:
         print(error, file=sys.stderr)
         sys.exit(int(error.exit_code))
     sys.stdout.flush()
-    os.execv(command[0], [*command, run_dir, phase, name])
+    os.execv(command[0], [*command, "-m", module, run_dir, phase, name])
 
 
 def clear_endings(root: RunDir, name: str) -> None:
@@ -47,7 +47,7 @@ def clear_endings(root: RunDir, name: str) -> None:
 
 
 def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> list[str]:
-    """Everything up to the trainer's own arguments. Rank 0 of a node also speaks on the role's log."""
+    """Everything up to the ranks' module. Rank 0 of a node also speaks on the role's log."""
     logs = root.torchrun_logs(env.attempt(), process.name, env.slurm_node_rank())
     logs.mkdir(parents=True, exist_ok=True)
     return [
@@ -58,7 +58,6 @@ def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> 
         *("--max-restarts", "0"),
         *("--log-dir", str(logs), "--redirects", "3", "--tee", "0:3"),
         *meeting,
-        *("-m", "primerl_hpc.trainer.main"),
     ]
 
 

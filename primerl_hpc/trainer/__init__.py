@@ -2,5 +2,5 @@
 
 Reading order: main → setup → rl, sft (the loops) → core (one step) → batch, head, losses → model (build, load, FSDP2), memory
 → optim, muon, schedules → checkpoint, saver, export → metrics, perf → control (what rank 0 decides for all),
-watchdog (hangs).
+watchdog (hangs) → bench (the loops on made-up data).
 """

@@ -87,22 +87,3 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         num_sequences=num_sequences,
         **{name: pick(name) for name in PER_TOKEN},
     )
-
-
-def empty_row() -> MicroBatch:
-    """One untrained token, for a rank that has no row while its peers have one."""
-    zero = np.zeros(1, np.float32)
-    return MicroBatch(
-        input_ids=np.zeros(1, np.int64),
-        position_ids=np.zeros(1, np.int64),
-        loss_mask=np.zeros(1, np.bool_),
-        advantages=zero,
-        inference_logprobs=zero,
-        temperatures=np.ones(1, np.float32),
-        rl_weights=zero,
-        ce_weights=zero,
-        ref_kl_weights=zero,
-        ref_logprobs=zero,
-        env_ids=np.zeros(1, np.int32),
-        sample_lengths=np.ones(1, np.int64),
-    )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.trainer.batch import empty_row, make_batch, stack_rows
+from primerl_hpc.trainer.batch import make_batch, stack_rows
 from primerl_hpc.trainer.losses import component_counts, step_loss
 from primerl_hpc.trainer.metrics import Tally, means, metric_names, tally_tokens
 from primerl_hpc.trainer.model import Policy, build_policy, is_small, model_folder, reshard, set_gradient_sync
@@ -33,11 +33,11 @@ from primerl_hpc.trainer.optim import (
     set_lr,
 )
 from primerl_hpc.trainer.parallel.mesh import World
-from primerl_hpc.trainer.perf import FlopCounter, peak_flops, peak_memory_gib
+from primerl_hpc.trainer.perf import FlopCounter, peak_flops, peak_memory_gib, synchronize
 from primerl_hpc.trainer.schedules import lr_factor
 from primerl_hpc.trainer.setup import seed_step
 from primerl_hpc.trainer.watchdog import Watchdog
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.transport.rollouts import MicroBatch, empty_row
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -52,6 +52,7 @@ class BadPolicyError(RoleError):
 class StepResult:
     metrics: dict[str, float]
     num_tokens: int  # of all ranks, without pads
+    flops: float  # of all ranks, see `FlopCounter`
     is_skipped: bool
 
 
@@ -90,14 +91,16 @@ class Core:
             self._forward_backward(group, counts, tally, env_names)
         norm = gradient_norm(self.policy.parameters())
         reduced = tally.reduce()
-        loss, norm_value = reduced["loss/total"][0], norm.item()
+        loss, norm_value = reduced["loss/total"][0], norm.item()  # waits for the device
+        trained = time.perf_counter()
         start = self.schedule_start
         lr = config.optimizer.lr * lr_factor(config.scheduler, step - start, config.steps - start)
         is_finite = math.isfinite(loss) and math.isfinite(norm_value)
         if is_finite:
             self._update(norm, lr)
         self.optimizer.zero_grad()
-        duration_s = time.perf_counter() - started
+        synchronize(self.world.device)
+        ended = time.perf_counter()
         self._count_skipped(step, is_finite, loss, norm_value)
         self.num_tokens += tokens
         metrics = {
@@ -106,10 +109,11 @@ class Core:
             "optim/grad_norm": norm_value,
             "optim/lr": lr,
             "optim/skipped": 0.0 if is_finite else 1.0,
-            "time/forward_backward": duration_s,
-            **self._perf(tokens, flops, duration_s),
+            "time/forward_backward": trained - started,
+            "time/optimizer": ended - trained,
+            **self._perf(tokens, flops, ended - started),
         }
-        return StepResult(metrics, tokens, not is_finite)
+        return StepResult(metrics, tokens, flops, not is_finite)
 
     @torch.no_grad()
     def evaluate(self, rows: list[MicroBatch]) -> tuple[float, int]:
@@ -193,10 +197,13 @@ class Core:
             gc.collect()
 
 
-def build_core(recipe: Recipe, model_path: str, world: World, watchdog: Watchdog) -> Core:
+def build_core(
+    recipe: Recipe, model_path: str, world: World, watchdog: Watchdog, *, may_be_random: bool = False
+) -> Core:
+    """``may_be_random``: a model folder without weights is given random ones, instead of being refused."""
     gc.disable()
     folder = model_folder(model_path, world)
-    policy = build_policy(recipe, folder, world)
+    policy = build_policy(recipe, folder, world, may_be_random=may_be_random)
     optimizer = build_optimizer(policy.hf, recipe)
     names = {parameter: name for name, parameter in policy.hf.named_parameters()}
     core = Core(

@@ -28,9 +28,12 @@ from transformers.core_model_loading import (
 )
 
 from primerl_hpc.common.errors import DataError
+from primerl_hpc.transport.weights_filesystem import INDEX
 
 if TYPE_CHECKING:
     from primerl_hpc.trainer.model import Policy
+
+NOISE_STD = 0.02
 
 
 @torch.no_grad()
@@ -76,9 +79,24 @@ def convert(converter: WeightConverter, target: str, hf: nn.Module) -> dict[str,
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
+def has_weights(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def fill_with_noise(policy: Policy) -> None:
+    """Weights for measuring speed: matrices from N(0, 0.02²), vectors of norms 1, biases 0."""
+    for name, target in policy.tensors():
+        part = local_of(target)
+        if part.ndim >= 2:
+            part.normal_(std=NOISE_STD)
+        else:
+            part.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
 def weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name → file, from the index or by looking into every safetensors file."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return {key: folder / name for key, name in json.loads(index.read_text())["weight_map"].items()}
     found: dict[str, Path] = {}

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -19,24 +20,31 @@ from primerl_hpc.common.errors import ExitCode, PrimerlError
 from primerl_hpc.common.log import dump_stacks_on_signal, setup_logging
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.trainer.control import write_error, write_outcome
-from primerl_hpc.trainer.setup import end_world, start_world
+from primerl_hpc.trainer.setup import World, end_world, start_world
 from primerl_hpc.trainer.watchdog import Watchdog
+
+Loop = Callable[[PhasePlan, RunDir, World, Watchdog], tuple[str, int]]
+"""Trains; says how it ended (``done`` or ``stopped``) and after which step."""
+
+
+def train_phase(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tuple[str, int]:
+    if phase.recipe.kind == Kind.SFT:
+        from primerl_hpc.trainer.sft import train_sft as loop
+    else:
+        from primerl_hpc.trainer.rl import train_rl as loop
+    return loop(phase, run, world, watchdog)
 
 
 @record
-def train(root: RunDir, phase_name: str, process: str) -> None:
+def train(root: RunDir, phase_name: str, process: str, loop: Loop) -> None:
     rank = int(os.environ["RANK"])
     dump_stacks_on_signal()
     setup_logging("trainer", level=logging.INFO if rank == 0 else logging.WARNING)
     phase = load_plan(root).phase(phase_name)
     run = root.phase(phase_name)
     world = start_world(phase.recipe)
-    if phase.recipe.kind == Kind.SFT:
-        from primerl_hpc.trainer.sft import train_sft as loop
-    else:
-        from primerl_hpc.trainer.rl import train_rl as loop
     watchdog = Watchdog(
         root,
         process,
@@ -52,11 +60,11 @@ def train(root: RunDir, phase_name: str, process: str) -> None:
     end_world()
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], loop: Loop = train_phase) -> None:
     run_dir, phase_name, process = arguments
     root, rank = RunDir(Path(run_dir)), int(os.environ["RANK"])
     try:
-        train(root, phase_name, process)
+        train(root, phase_name, process, loop)
     except PrimerlError as error:
         end_badly(root, process, rank, int(error.exit_code), str(error), is_cause=True)
     except Exception as error:  # noqa: BLE001 the process ends here: say why where the supervisor looks

@@ -22,7 +22,7 @@ from primerl_hpc.recipe.schema import Model as ModelBlock
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import Trainer
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
-from primerl_hpc.trainer.load import load_weights
+from primerl_hpc.trainer.load import fill_with_noise, has_weights, load_weights
 from primerl_hpc.trainer.memory import allocate, offload_policy, save_activations
 from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
@@ -112,7 +112,7 @@ def model_folder(model_path: str, world: World) -> Path:
     return Path(folder)
 
 
-def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
+def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: bool = False) -> Policy:
     """Meta init, checkpointing, compile, FSDP2, load. Weights are float32; see `Trainer.param_dtype`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     register_attention()
@@ -141,7 +141,10 @@ def build_policy(recipe: Recipe, folder: Path, world: World) -> Policy:
     shard(policy, blocks, experts, recipe.trainer, world)
     allocate(policy, recipe.trainer, world.device)
     init_buffers(hf)
-    load_weights(policy, folder)
+    if may_be_random and not has_weights(folder):
+        fill_with_noise(policy)
+    else:
+        load_weights(policy, folder)
     return policy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 
 import torch
@@ -10,21 +11,36 @@ from primerl_hpc.trainer.model import Policy
 from primerl_hpc.transport.rollouts import MicroBatch
 
 PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "GB200": 2250e12,
+    "B200": 2250e12,  # NVIDIA Blackwell datasheet, HGX B200
+    "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity of 72 GPUs
+    "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM
+    "H100 PCIe": 756e12,  # the same, PCIe
+    "H100 NVL": 835e12,  # the same, NVL
+    "H200": 989.4e12,  # NVIDIA H200 datasheet, SXM
+    "H200 NVL": 835.5e12,  # the same, NVL
+    "GH200": 989.4e12,  # NVIDIA GH200 datasheet
+    "A100": 312e12,  # NVIDIA A100 datasheet
+    "A40": 149.7e12,  # NVIDIA A40 datasheet
+    "A10": 125e12,  # NVIDIA A10 datasheet
+    "RTX A6000": 154.8e12,  # NVIDIA RTX A6000 datasheet
+    "L40S": 362e12,  # NVIDIA L40S datasheet
+    "L4": 121e12,  # NVIDIA L4 datasheet
+    "MI250X": 191.5e12,  # AMD MI250X datasheet: one of its two dies, which is what torch calls a device
+    "MI300X": 1307.4e12,  # AMD MI300X datasheet
 }
-"""Dense bf16 peak per GPU (vendor data sheets)."""
+"""Dense bf16 peak per device, without sparsity: half of what NVIDIA's datasheets print in large. Keys are parts of the
+names that torch gives; the longest that fits counts."""
 
 
 def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    found = [key for key in PEAK_FLOPS if key in name]
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """``NVIDIA H100 80GB HBM3`` → 989.4e12; None for a device that is not in `PEAK_FLOPS`."""
+    found = [key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)]
     return PEAK_FLOPS[max(found, key=len)] if found else None
 
 
@@ -40,11 +56,18 @@ class FlopCounter:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim
         self.dense = 6.0 * active_matmul_weights(policy)
+        self.naive_attention = 12 * config.num_hidden_layers * config.hidden_size
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
         squares = sum(float((row.sample_lengths.astype(float) ** 2).sum()) for row in rows)
         return self.dense * tokens + self.attention * squares
+
+    def prime_rl(self, num_tokens: int, seq_len: int) -> float:
+        """The same as prime-rl counts it, to compare figures: each token attends to ``seq_len`` others, those after it too,
+        with hidden_size / heads for head_dim (of Qwen3-0.6B half of the true one): 12·layers·hidden_size·seq_len.
+        """
+        return (self.dense + self.naive_attention * seq_len) * num_tokens
 
 
 def active_matmul_weights(policy: Policy) -> float:
@@ -67,8 +90,22 @@ def active_matmul_weights(policy: Policy) -> float:
     return total
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that the clock tells how long it took."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory ever reserved on the GPU; the process's peak resident memory on CPU."""
+    peak = peak_memory(device)
+    return peak.get("reserved", peak["resident"])
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """GiB: ``resident`` of this process on the host; on a GPU also ``allocated`` and ``reserved`` of torch's allocator."""
+    peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        peak["allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
+        peak["reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
+    return peak

@@ -51,7 +51,28 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     if start:
         stream.position = load_checkpoint(run, core, start).get("position", 0)
         log.info("resumed from checkpoint %d", start)
-    reporter, saver = Reporter(run, recipe.steps, world), Saver(run, core, SIDES)
+    with Saver(run, core, SIDES) as saver:
+        outcome, step = train_steps(run, core, stream, validation, saver, start)
+        if outcome == "done":
+            watchdog.beat("writing the last weights")
+            publish_last(run, core)
+    if world.is_leader:
+        prune_checkpoints(run, recipe.checkpoint)
+    return outcome, step
+
+
+def train_steps(
+    run: RunDir,
+    core: Core,
+    stream: SFTStream,
+    validation: list[MicroBatch] | None,
+    saver: Saver,
+    start: int,
+) -> tuple[str, int]:
+    """Steps ``start`` + 1 to ``max_steps`` on what the stream gives next, validated and saved when it is due."""
+    recipe, world, watchdog = core.recipe, core.world, core.watchdog
+    assert recipe.sft is not None
+    reporter = Reporter(run, recipe.steps, world)
     before: dict[str, float] = {}
     if validation is not None and recipe.sft.validation.at_start and not start:
         before["val/initial_loss"], _ = core.evaluate(validation[world.data_rank :: world.data_size])
@@ -88,13 +109,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
             prune_checkpoints(run, recipe.checkpoint)
         reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
         if request == Requests.STOP and step < recipe.steps:
-            saver.finish()
             return "stopped", step
-    watchdog.beat("writing the last weights")
-    publish_last(run, core)
-    saver.finish()
-    if world.is_leader:
-        prune_checkpoints(run, recipe.checkpoint)
     return "done", recipe.steps
 
 

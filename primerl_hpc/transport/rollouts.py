@@ -51,6 +51,25 @@ class MicroBatch:
         return len(self.input_ids)
 
 
+def empty_row() -> MicroBatch:
+    """One token that nobody trains: a rank without work still takes part in the collectives."""
+    zero = np.zeros(1, np.float32)
+    return MicroBatch(
+        input_ids=np.zeros(1, np.int64),
+        position_ids=np.zeros(1, np.int64),
+        loss_mask=np.zeros(1, np.bool_),
+        advantages=zero,
+        inference_logprobs=zero,
+        temperatures=np.ones(1, np.float32),
+        rl_weights=zero,
+        ce_weights=zero,
+        ref_kl_weights=zero,
+        ref_logprobs=zero,
+        env_ids=np.zeros(1, np.int32),
+        sample_lengths=np.ones(1, np.int64),
+    )
+
+
 @dataclass
 class StepInfo:
     """What a batch is, the same for every rank."""

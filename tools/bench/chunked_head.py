@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from machine import peak_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -83,16 +84,6 @@ def run_variant(options: argparse.Namespace) -> dict[str, float]:
     }
     torch.save({name: value.float().cpu() for name, value in values.items()}, options.values)
     return {"peak_mib": peak / 2**20, "seconds": duration_s}
-
-
-def peak_of(profile: torch.profiler.profile) -> int:
-    """Highest sum of all allocations still alive, in bytes."""
-    alive = peak = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
 
 
 def main() -> int:

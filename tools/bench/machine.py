@@ -1,4 +1,4 @@
-"""What every benchmark says about itself: the machine, the versions, and how its table is printed."""
+"""What benchmarks share: the machine and versions that each names, its table, the peak of a profiled computation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def describe_machine() -> dict[str, Any]:
     return {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def peak_of(profile: Any) -> int:
+    """Of a `torch.profiler` run with ``profile_memory``: the highest sum of allocations still alive, in bytes."""
+    alive = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
 
 
 def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:

@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+from machine import ROOT, peak_of
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 SETTINGS: dict[str, dict] = {
@@ -90,33 +90,11 @@ def timed_step(core, row) -> float:
 
 def make_row(num_tokens: int):
     """One sample of ``num_tokens``, all but the first trained by cross-entropy."""
-    from primerl_hpc.transport.rollouts import MicroBatch
+    from primerl_hpc.trainer import sft_data
+    from primerl_hpc.trainer.sft_tokens import Sample
 
-    zeros, ones = np.zeros(num_tokens, np.float32), np.ones(num_tokens, np.float32)
-    return MicroBatch(
-        input_ids=np.random.default_rng(0).integers(4, 100, num_tokens),
-        position_ids=np.arange(num_tokens),
-        loss_mask=np.zeros(num_tokens, np.bool_),
-        advantages=zeros,
-        inference_logprobs=zeros,
-        temperatures=ones,
-        rl_weights=zeros,
-        ce_weights=ones,
-        ref_kl_weights=zeros,
-        ref_logprobs=zeros,
-        env_ids=np.zeros(num_tokens, np.int32),
-        sample_lengths=np.array([num_tokens], np.int64),
-    )
-
-
-def peak_of(profile) -> int:
-    """Highest sum of all allocations still alive, in bytes."""
-    alive = peak = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    ids = np.random.default_rng(0).integers(4, 100, num_tokens)
+    return sft_data.make_row([Sample(ids, np.arange(num_tokens) > 0)])
 
 
 def main() -> int:

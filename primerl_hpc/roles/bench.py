@@ -1,0 +1,33 @@
+"""``python -m primerl_hpc.roles.bench RUN_DIR PHASE NAME``: the torchrun group of benchmark mode, see `torchrun`.
+
+A trainer of kind rl finds its batches laid out before it starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.names import Kind
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.plan.bench import BenchRequest
+from primerl_hpc.plan.types import load_plan
+from primerl_hpc.roles.torchrun import run_torchrun
+
+
+def main(arguments: list[str]) -> None:
+    run_dir, phase_name, _ = arguments
+    root = RunDir(Path(run_dir))
+    phase = load_plan(root).phase(phase_name)
+    if phase.recipe.kind == Kind.RL:
+        from primerl_hpc.orchestrator.made_up import send_batches
+
+        request = BenchRequest.model_validate(read_json(root.bench_request))
+        run = root.phase(phase_name)
+        send_batches(run, phase.recipe, request, num_ranks=phase.num_data_ranks)
+    run_torchrun(arguments, module="primerl_hpc.trainer.bench")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

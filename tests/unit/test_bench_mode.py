@@ -1,0 +1,235 @@
+"""Benchmark mode: its formulas against counts made another way, what it asks and refuses, how it sums up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+
+from primerl_hpc.cli.bench import table  # noqa: E402
+from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
+from primerl_hpc.plan.bench import BenchRequest, for_bench  # noqa: E402
+from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.trainer.bench import collective_seconds, summarize  # noqa: E402
+from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of  # noqa: E402
+from tests.support import random_row  # noqa: E402
+from tests.unit.test_cli import primerl  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+QWEN3_600M = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def counter_of(model: torch.nn.Module) -> FlopCounter:
+    return FlopCounter(SimpleNamespace(hf=model))
+
+
+def rows(*lengths: int) -> list:
+    return [random_row(np.random.default_rng(0), lengths)]
+
+
+def test_flop_are_what_torch_counts_where_attention_is_not_causal():
+    """torch counts every product of a whole, uncut attention matrix: twice ours."""
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attn_implementation="eager"))
+    lengths = (7, 20)
+    counted = 0
+    for length in lengths:
+        ids = torch.zeros(1, length, dtype=torch.long)
+        with FlopCounterMode(display=False) as mode:
+            model(ids, use_cache=False).logits.sum().backward()
+        counted += mode.get_total_flops()
+    counter = counter_of(model)
+    angles = 2 * 8 * sum(lengths)  # rotary ones are a product too: half of head_dim frequencies × positions
+    assert counter.dense * sum(lengths) + 2 * counter.attention * (49 + 400) == counted - angles
+    assert counter(rows(*lengths)) == counter.dense * sum(lengths) + counter.attention * (49 + 400)
+
+
+def test_of_the_experts_only_those_chosen_count():
+    config = Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+    h, d, a, g, m = 32, 16, 4, 2, 24
+    layer = 2 * h * a * d + 2 * h * g * d + 3 * h * m * 2 + h * 8
+    assert counter_of(Qwen3MoeForCausalLM(config)).dense == 6 * (3 * layer + 97 * h)
+
+
+def test_prime_rls_figure_comes_out_of_prime_rls_formula():
+    """Its published SFT baseline: 26,005 tokens/s at 8,192 tokens on an H100 are 16.81 % MFU of 989 TFLOP/s."""
+    with torch.device("meta"):
+        counter = counter_of(Qwen3ForCausalLM(Qwen3Config(**QWEN3_600M)))
+    assert 26_005 * counter.prime_rl(1, 8192) / 989e12 == pytest.approx(0.1681, abs=5e-5)
+    # by hand: 440,401,920 in blocks, 155,582,464 in the head; 6·28·16·128·8,192 for causal attention with the true head_dim
+    assert counter.dense == 6 * (440_401_920 + 155_582_464)
+    assert counter(rows(8192)) / 8192 == counter.dense + 6 * 28 * 16 * 128 * 8192
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peaks_are_found_by_the_names_that_torch_gives(name, teraflops):
+    assert peak_flops_of(name) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_lengths_are_alike_uniform_or_in_turn():
+    assert BenchRequest(lengths="64").draw(3, seed=0) == [64, 64, 64]
+    assert BenchRequest(lengths="8,16,32").draw(4, seed=0) == [8, 16, 32, 8]
+    drawn = BenchRequest(lengths="10-20").draw(500, seed=0)
+    assert set(drawn) == set(range(10, 21)) and drawn == BenchRequest(lengths="10-20").draw(500, seed=0)
+    assert drawn != BenchRequest(lengths="10-20").draw(500, seed=1)
+
+
+@pytest.mark.parametrize("text", ["", "many", "20-10", "1", "8,,8", "8-16-32", "-8", "8, 16"])
+def test_lengths_of_no_known_form_are_refused(text):
+    with pytest.raises(ValidationError, match="512-4096"):
+        BenchRequest(lengths=text)
+
+
+def test_a_sample_longer_than_a_row_is_refused_and_nothing_of_the_users_is_run():
+    recipe = Recipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "x",
+            "model": {"name": "m"},
+            "seq_len": 64,
+            "max_steps": 1000,
+            "sft": {"data": {"path": "mine.jsonl"}, "validation": {"data": {"path": "mine.jsonl"}}},
+            "checkpoint": {"interval": 3, "keep_interval": 9},
+            "after": {"export": {"to": "out"}},
+            "tracking": {"wandb": {}},
+        }
+    )
+    with pytest.raises(ConfigError, match="up to 65 tokens do not fit into rows of 64"):
+        for_bench(recipe, BenchRequest(lengths="8,65"))
+    found = for_bench(recipe, BenchRequest(lengths="64", warmup=1, steps=4, trace="/t", save_every=2))
+    assert found.max_steps == 6  # one more is traced
+    assert (found.checkpoint.interval, found.checkpoint.at_end) == (2, False)
+    assert found.after is None and found.tracking.wandb is None
+    assert found.sft.validation is None and found.sft.sources[0].path == "made-up"
+
+
+STEPS = [
+    {"tokens": 100, "flops": 4e12, "flops_prime_rl": 8e12, "forward_backward": 1.5, "optimizer": 0.5, "step": 4.0},
+    {"tokens": 100, "flops": 4e12, "flops_prime_rl": 8e12, "forward_backward": 0.5, "optimizer": 0.5, "step": 2.0},
+    {"tokens": 100, "flops": 4e12, "flops_prime_rl": 8e12, "forward_backward": 3.0, "optimizer": 1.0, "step": 5.0},
+    {"tokens": 100, "flops": 4e12, "flops_prime_rl": 8e12, "forward_backward": 9.0, "optimizer": 1.0, "step": 30.0, "save": 19.0},
+]  # fmt: skip
+
+
+def test_rates_are_of_the_counted_steps_and_saves_stand_apart():
+    found = summarize([dict(step) for step in STEPS], 2, 10e12)
+    assert found["rates"]["tokens_per_s"] == {"median": 25.0, "min": 20.0, "max": 50.0}
+    assert found["rates"]["tokens_per_s_training_per_rank"]["median"] == 25.0
+    assert found["rates"]["mfu"]["median"] == 4e12 / 2.0 / 20e12
+    assert found["rates"]["mfu_prime_rl"]["median"] == 8e12 / 2.0 / 20e12
+    assert found["seconds"]["save"]["median"] == 19.0 and found["seconds"]["step_with_save"]["max"] == 30.0
+    assert "mfu" not in summarize([dict(step) for step in STEPS], 2, None)["rates"]
+
+
+def test_the_table_fits_into_80_columns_and_says_why_there_is_no_mfu():
+    result = summarize([dict(step) for step in STEPS], 2, None) | {
+        "loop": "rl",
+        "model": "Qwen3MoeForCausalLM",
+        "parameters": 30_532_122_624,
+        "weights": "random",
+        "ranks": 64,
+        "device": "NVIDIA H100 80GB HBM3",
+        "versions": {"torch": "2.13.0", "transformers": "5.17.0"},
+        "seq_len": 131_072,
+        "request": BenchRequest(lengths="512-131072", trace="/t").model_dump(),
+        "peak_memory_gib": {"resident": 12.3, "allocated": 60.0, "reserved": 71.2},
+        "collectives_s": {"all_gather": 0.1, "reduce_scatter": 0.2, "all_reduce": 0.001},
+    }
+    lines = table(result)
+    assert max(map(len, lines)) <= 80
+    assert any("--peak-tflops" in line for line in lines)
+    assert "".join(lines).count("MFU (") == 0 and lines[0].startswith("rl · Qwen3MoeForCausalLM, 30.5 B")
+
+
+def test_collectives_of_a_trace_are_summed_by_kind():
+    events = [
+        ("gloo:all_gather", 1.0),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.5),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(…)", 2.0),
+        ("nccl:_all_gather_base", 9.0),  # the call on the host, not the kernel
+        ("aten::mm", 9.0),
+    ]
+    assert collective_seconds(events) == {"all_gather": 1.5, "reduce_scatter": 2.0}
+
+
+RECIPE = """\
+kind: rl
+name: small
+model: {name: ./model}
+seq_len: 64
+max_steps: 3
+layout: {trainer: {ranks: 1}}
+environments: {train: [{id: reverse-text}]}
+rollouts: {sampling: {max_tokens: 8}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("trainer", "r.yaml", "--steps", "3"), ExitCode.USAGE, "--steps belongs to --bench"),
+        (("trainer", "--bench", "r.yaml"), ExitCode.CONFIG, "--profile"),
+        (("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "x"), ExitCode.USAGE, "512-4096"),
+        (("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "65"), ExitCode.CONFIG, "rows of 64"),
+        (("sft", "--bench", "r.yaml", "-p", "local"), ExitCode.CONFIG, "primerl-hpc trainer --bench"),
+        (("trainer", "--bench", "no.yaml", "-p", "local"), ExitCode.NOT_FOUND, "no.yaml"),
+        (
+            ("trainer", "--bench", "r.yaml", "-p", "local", "--set", "model.name=./other"),
+            ExitCode.NOT_FOUND,
+            "model folder",
+        ),
+        (
+            ("trainer", "--bench", "r.yaml", "-p", "local", "--set", "layout.trainer.ranks=5"),
+            ExitCode.CONFIG,
+            "has 4",
+        ),
+        (
+            ("trainer", "--bench", "r.yaml", "-p", "h100x64", "--set", "layout.trainer.ranks=16"),
+            ExitCode.CONFIG,
+            "2 nodes",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path: Path, words, code, says):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    done = primerl(*words, cwd=tmp_path)
+    assert done.returncode == code and says in done.stderr and done.stdout == "", done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "r.yaml"]
