@@ -198,6 +198,20 @@ class Scheduler(Block):
         return self
 
 
+class CpuPartition(Block):
+    """Nodes without GPUs for the orchestrator (``layout.orchestrator.place: cpu-partition``), one per run."""
+
+    partition: OneLine
+    account: OneLine | None = None
+    """Default: the scheduler's; so are ``qos`` and the walltime."""
+    qos: OneLine | None = None
+    constraint: OneLine | None = None
+    cores: PositiveInt = 8
+    """Cores to ask for."""
+    memory: Memory | None = "32G"
+    exclusive: Bool = False
+
+
 class Elastic(Block):
     """How jobs of elastic engines (``layout.inference.elastic``) differ from the run's own; null: they do not."""
 
@@ -290,6 +304,7 @@ class Profile(Block):
     """Nodes a job may have at most."""
     scheduler: Scheduler = Scheduler()
     elastic: Elastic = Elastic()
+    cpu_partition: CpuPartition | None = None
     node: Node = Node()
     network: Network = Network()
     preflight: Preflight = Preflight()

@@ -82,6 +82,8 @@ def parse_squeue(text: str) -> dict[str, JobFact]:
     facts = {}
     for fields in _rows(text, 5):
         job, state, reason, start, nodes = fields
+        if (job := _leader(job)) is None:
+            continue
         facts[job] = JobFact(job, state, _said(reason), None, _said(start), _said(nodes))
     return facts
 
@@ -90,6 +92,8 @@ def parse_sacct(text: str) -> dict[str, JobFact]:
     """Jobs by id; of a requeued job sacct tells the last life."""
     facts = {}
     for job, state, exit_code, start, nodes, reason in _rows(text, 6):
+        if (job := _leader(job)) is None:
+            continue
         code = exit_code.partition(":")[0]
         facts[job] = JobFact(
             job,
@@ -100,6 +104,12 @@ def parse_sacct(text: str) -> dict[str, JobFact]:
             _said(nodes),
         )
     return facts
+
+
+def _leader(job: str) -> str | None:
+    """``123+0`` → ``123``; None for the other components of a heterogeneous job, which share its fate."""
+    job, _, component = job.partition("+")
+    return job if component in ("", "0") else None
 
 
 def _rows(text: str, width: int) -> list[list[str]]:

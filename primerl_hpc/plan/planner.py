@@ -64,7 +64,7 @@ def compile_plan(
         scheduler=profile.scheduler.type,
         accelerator=profile.accelerator,
         accelerators_per_node=profile.accelerators_per_node,
-        nodes=_nodes(phases, layout.num_nodes),
+        nodes=_nodes(phases, layout),
         spare_nodes=profile.scheduler.spare_nodes,
         preflight=_preflight(phases, profile, python),
         phases=phases,
@@ -84,10 +84,12 @@ def _check(recipe: Recipe, profile: Profile) -> None:
         raise ConfigError(
             f"profile '{profile.name}' is local and has {profile.nodes} nodes; a machine is one node"
         )
-    if recipe.layout.orchestrator.place == "cpu-partition":
+    if recipe.layout.orchestrator.place == "cpu-partition" and (
+        profile.cpu_partition is None or profile.scheduler.type == "local"
+    ):
         raise ConfigError(
-            "layout.orchestrator.place: cpu-partition needs a heterogeneous job, which this version does not submit",
-            mend="use head or trainer",
+            f"layout.orchestrator.place: profile '{profile.name}' has no cpu_partition",
+            mend="use head or trainer, or describe the site's CPU nodes there",
         )
 
 
@@ -198,12 +200,15 @@ def _preflight(phases: tuple[PhasePlan, ...], profile: Profile, python: str) -> 
     )
 
 
-def _nodes(phases: tuple[PhasePlan, ...], count: int) -> tuple[NodePlan, ...]:
+def _nodes(phases: tuple[PhasePlan, ...], layout: Split) -> tuple[NodePlan, ...]:
     """What runs where, for people, over all phases."""
-    roles: dict[int, list[str]] = {index: [] for index in range(count)}
+    roles: dict[int, list[str]] = {index: [] for index in range(layout.num_nodes)}
     for phase in phases:
         for process in phase.processes:
             taken = f" [{','.join(map(str, process.accelerators))}]" if process.accelerators else ""
             for node in process.nodes:
                 roles[node].append(process.name + taken)
-    return tuple(NodePlan(index=index, roles=tuple(dict.fromkeys(names))) for index, names in roles.items())
+    return tuple(
+        NodePlan(index=index, roles=tuple(dict.fromkeys(names)), is_cpu=index == layout.cpu_node)
+        for index, names in roles.items()
+    )

@@ -30,6 +30,7 @@ class Split:
     head: int  # node of orchestrator, router and environment servers
     notes: tuple[str, ...]
     elastic: tuple[Placement, ...] = ()  # one per engine that has a job of its own
+    cpu_node: int | None = None  # node of the CPU partition, counted after all others
 
 
 def split(recipe: Recipe, profile: Profile) -> Split:
@@ -51,7 +52,12 @@ def split(recipe: Recipe, profile: Profile) -> Split:
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
             mend="lower layout.inference.nodes or layout.trainer.nodes",
         )
-    return replace(result, elastic=elastic)
+    result = replace(result, elastic=elastic)
+    if recipe.layout.orchestrator.place != "cpu-partition" or recipe.kind == Kind.SFT:
+        return result
+    cpu_node = result.num_nodes
+    notes.append(f"layout.orchestrator.place: node {cpu_node} is of the CPU partition")
+    return replace(result, num_nodes=cpu_node + 1, head=cpu_node, cpu_node=cpu_node, notes=tuple(notes))
 
 
 def _elastic(recipe: Recipe, profile: Profile, notes: list[str]) -> tuple[Placement, ...]:

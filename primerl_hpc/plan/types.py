@@ -89,6 +89,8 @@ class PhasePlan(Block):
 
 class NodePlan(Block):
     index: int
+    is_cpu: bool = False
+    """A node of the CPU partition: component 0 of a heterogeneous job, whose component 1 are all others."""
     roles: tuple[str, ...]
     """What runs here, for people: ``inference-0 [0,1]``."""
 
@@ -127,6 +129,10 @@ class Plan(Block):
     phases: tuple[PhasePlan, ...]
     notes: tuple[str, ...] = ()
     """Choices that the planner made for the user, in words."""
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        return any(node.is_cpu for node in self.nodes)
 
     @property
     def num_elastic(self) -> int:

@@ -23,7 +23,14 @@ def render_job(plan: Plan, profile: Profile, *, python: str, package_root: str |
     ``package_root`` goes onto PYTHONPATH when the package is not installed in ``python`` (a plain checkout).
     Raises ConfigError for a template that does not render and for a script that sbatch or bash would not take as meant.
     """
-    return _render("job.sbatch", plan, profile, python, package_root)
+    if not plan.is_heterogeneous:
+        return _render("job.sbatch", plan, profile, python, package_root)
+    # what a job waits for and whom it writes to is said once, in the component that leads
+    quiet = {"dependency": None, "begin": None, "mail_type": (), "mail_user": None}
+    scheduler = profile.scheduler.model_copy(update=quiet)
+    others = plan.model_copy(update={"nodes": tuple(each for each in plan.nodes if not each.is_cpu)})
+    cpu = _cpu_component(profile)
+    return _render("job.sbatch", others, profile, python, package_root, scheduler=scheduler, cpu=cpu)
 
 
 def render_export(plan: Plan, profile: Profile, *, python: str, package_root: str | None = None) -> str:
@@ -52,6 +59,19 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
     more = {"scheduler": scheduler, "node": node, "array": f"0-{plan.num_elastic - 1}"}
     more |= {"output": output_pattern(plan.run_dir, "engines-%A_%a")}
     return _render("engines.sbatch", one, profile, python, package_root, **more)
+
+
+def _cpu_component(profile: Profile) -> dict[str, object]:
+    """``scheduler`` and ``node`` of the one CPU node, which has the run's own account, walltime and wishes."""
+    asked, common = profile.cpu_partition, profile.scheduler
+    assert asked is not None  # the planner asked for it
+    kept = ("account", "qos", "time", "dependency", "begin", "nice", "wckey")
+    kept += ("comment", "mail_type", "mail_user")
+    values = {name: getattr(common, name) for name in kept}
+    values |= {"partition": asked.partition, "constraint": asked.constraint, "exclusive": asked.exclusive}
+    values |= {name: own for name in ("account", "qos") if (own := getattr(asked, name)) is not None}
+    scheduler = Scheduler().model_copy(update={**values, "memory": asked.memory})
+    return {"scheduler": scheduler, "node": Node(gpus=0, cores=asked.cores)}
 
 
 def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Scheduler, Node]:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
@@ -30,6 +30,24 @@ class Allocation:
     """Healthy hosts without work."""
     order: tuple[str, ...] = ()
     """All hosts as SLURM counts them: the tasks of a step follow this order, whatever order it is asked in."""
+    cpu_host: str | None = None
+    """Last of ``hosts`` in a heterogeneous job: alone in component 0, whose leader the batch process is."""
+    cpu_host_cpus: int = 1
+    job_ids: tuple[str, ...] = ()
+    """One per component; steps are counted under their component's own."""
+
+    def component(self, hosts: Sequence[str]) -> tuple[int | None, int]:
+        """(component of a heterogeneous job, or None; CPUs that a task on these hosts may ask for)"""
+        if self.cpu_host is None:
+            return None, self.cpus_per_node
+        return (0, self.cpu_host_cpus) if hosts[0] == self.cpu_host else (1, self.cpus_per_node)
+
+    def by_component(self, hosts: Iterable[str]) -> list[list[str]]:
+        """One step cannot cross components: hosts that one may cover, in SLURM's order."""
+        found: dict[int | None, list[str]] = {}
+        for host in self.in_order(hosts):
+            found.setdefault(self.component([host])[0], []).append(host)
+        return list(found.values())
 
     def hosts_of(self, nodes: Iterable[int]) -> list[str]:
         """Host of each task of a step over these nodes of the plan."""
@@ -61,6 +79,8 @@ def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> All
         raise SchedulerError(
             "this run was compiled for SLURM and this is no SLURM job", mend="sbatch launch/job.sbatch"
         )
+    if plan.is_heterogeneous:
+        return _heterogeneous(plan, environ)
     hosts = tuple(SlurmJobEnvironment().hostnames)
     return Allocation(
         hosts=hosts[: len(plan.nodes)],
@@ -70,6 +90,36 @@ def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> All
         job_id=environ["SLURM_JOB_ID"],
         spares=hosts[len(plan.nodes) :],
         order=hosts,
+    )
+
+
+def _heterogeneous(plan: Plan, environ: Mapping[str, str]) -> Allocation:
+    """Component 1 first, as the plan counts: its CPU node is the last one."""
+    from submitit.slurm.slurm import _parse_node_list
+
+    def of(name: str, component: int) -> str:
+        try:
+            return environ[f"{name}_HET_GROUP_{component}"]
+        except KeyError:
+            raise SchedulerError(
+                f"the plan wants a heterogeneous job, and {name}_HET_GROUP_{component} is not set",
+                mend="sbatch launch/job.sbatch",
+            ) from None
+
+    (cpu_host,) = _parse_node_list(of("SLURM_JOB_NODELIST", 0))
+    others = tuple(_parse_node_list(of("SLURM_JOB_NODELIST", 1)))
+    num_others = len(plan.nodes) - 1
+    return Allocation(
+        hosts=(*others[:num_others], cpu_host),
+        cpus_per_node=smallest(of("SLURM_JOB_CPUS_PER_NODE", 1)),
+        has_gpus=plan.accelerator == "gpu",
+        gpus_per_node=plan.accelerators_per_node,
+        job_id=environ["SLURM_JOB_ID"],
+        spares=others[num_others:],
+        order=(*others, cpu_host),
+        cpu_host=cpu_host,
+        cpu_host_cpus=smallest(of("SLURM_JOB_CPUS_PER_NODE", 0)),
+        job_ids=(of("SLURM_JOB_ID", 0), of("SLURM_JOB_ID", 1)),
     )
 
 
@@ -83,7 +133,7 @@ async def seconds_left(job_id: str) -> float | None:
     if end := os.environ.get("SLURM_JOB_END_TIME"):
         return float(end) - time.time()
     code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
-    return parse_time_left(said) if code == 0 else None
+    return parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
 
 
 def parse_time_left(text: str) -> float | None:

@@ -54,14 +54,17 @@ class Finding:
     mend: str = ""
 
 
-def make_request(wants: dict[str, Any], *, nonce: str, head: str | None) -> dict[str, Any]:
+def make_request(
+    wants: dict[str, Any], *, nonce: str, head: str | None, cpu_host: str | None = None
+) -> dict[str, Any]:
     """What the nodes are asked, and this machine's versions to compare theirs with.
 
-    ``wants`` is a PreflightPlan, ``head`` a host whose name they must know.
+    ``wants`` is a PreflightPlan, ``head`` a host whose name they must know, ``cpu_host`` one that needs no GPUs.
     """
     return {
         "nonce": nonce,
         "head": head,
+        "cpu_host": cpu_host,
         "wants": wants,
         "versions": {python: versions_of(python) for python in wants["pythons"]},
     }
@@ -76,7 +79,7 @@ def examine(request: dict[str, Any]) -> list[Finding]:
         "scratch": lambda: check_scratch(wants["scratch"], wants["min_scratch_gib"]),
         "memory": lambda: check_memory(wants["min_memory_gib"]),
         "versions": lambda: check_versions(request["versions"]),
-        "GPUs": lambda: check_gpus(wants["gpus"]),
+        "GPUs": lambda: check_gpus(0 if node_name() == request["cpu_host"] else wants["gpus"]),
         "site": lambda: check_site(wants["health_checks"]),
     }
     findings = [Finding("run directory", "ok", "the head's file is seen here")]

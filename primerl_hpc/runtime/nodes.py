@@ -81,7 +81,8 @@ class Nodes:
         code, mine = await run_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%N")
         if code or not mine:
             return {}
-        _, names = await run_slurm("scontrol", "show", "hostnames", mine)
+        parts = ",".join(mine.split())  # a line per component
+        _, names = await run_slurm("scontrol", "show", "hostnames", parts)
         lost = {host: "lost: it is no longer part of the job" for host in hosts if host not in names.split()}
         asked = f"--nodes={','.join(hosts)}"
         _, states = await run_slurm("sinfo", "--noheader", "--Node", asked, "--format=%N %T")

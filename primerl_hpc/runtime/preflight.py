@@ -1,7 +1,7 @@
 """Before the first process: every node of the allocation looks at itself (`node_checks`), the head judges.
 
-One SLURM step named ``preflight`` over all nodes. A node that tells nothing is asked once more alone, because one that
-cannot start its task may take the step of all others with it; then it is bad.
+One SLURM step named ``preflight`` over all nodes (of each component of a heterogeneous job). A node that tells nothing is
+asked once more alone, because one that cannot start its task may take the step of all others with it; then it is bad.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ class Preflight:
         hosts = [*self.allocation.hosts, *self.allocation.spares]
         for host in hosts:
             self.run.preflight_result(host).unlink(missing_ok=True)
-        wants = self.wants.model_dump(mode="json")
-        request = await asyncio.to_thread(make_request, wants, nonce=self.nonce, head=socket.gethostname())
+        request = await asyncio.to_thread(
+            make_request,
+            self.wants.model_dump(mode="json"),
+            nonce=self.nonce,
+            head=socket.gethostname(),
+            cpu_host=self.allocation.cpu_host,
+        )
         self.asked_at = time.time()
         write_json(self.run.preflight_request, request)
-        await self._ask(hosts)
+        for group in self.allocation.by_component(hosts):
+            await self._ask(group)
         for host in [each for each in hosts if each not in self.findings]:
             await self._ask([host])
         for host in hosts:
@@ -57,9 +63,9 @@ class Preflight:
 
     async def _ask(self, hosts: list[str]) -> None:
         """One step over ``hosts``; takes in what they wrote until it ends or the time is over."""
-        hosts = self.allocation.in_order(hosts)
+        uses_gpus = self.wants.gpus > 0 and self.allocation.cpu_host not in hosts
         command = [
-            *srun_options(NAME, hosts, self.allocation, uses_gpus=self.wants.gpus > 0),
+            *srun_options(NAME, hosts, self.allocation, uses_gpus=uses_gpus),
             "--wait=0",
             *self.wants.srun_args,
             *(sys.executable, "-m", "primerl_hpc.runtime.node_checks", str(self.run.preflight_request)),
@@ -72,10 +78,10 @@ class Preflight:
         deadline = time.monotonic() + self.wants.timeout_s
         while time.monotonic() < deadline:
             self._take_in(hosts)
-            if child.returncode is not None or all(host in self.findings for host in hosts):
+            if child.returncode is not None or self._have_answered(hosts):
                 break
             await asyncio.sleep(POLL_S)
-        await self._end(child)
+        await self._end(child, hosts)
         self._take_in(hosts)
 
     def _take_in(self, hosts: list[str]) -> None:
@@ -88,10 +94,10 @@ class Preflight:
                 clock = judge_clock(result["time"], self.asked_at, time.time())
                 self.findings[host] = [*(Finding(**each) for each in result["findings"]), clock]
 
-    async def _end(self, child: asyncio.subprocess.Process) -> None:
+    async def _end(self, child: asyncio.subprocess.Process, hosts: list[str]) -> None:
         """A step whose nodes all answered ends by itself; another one is killed: srun takes SIGTERM for that."""
         try:
-            await asyncio.wait_for(child.wait(), END_S if self._all_answered() else 0.1)
+            await asyncio.wait_for(child.wait(), END_S if self._have_answered(hosts) else 0.1)
         except TimeoutError:
             child.terminate()
             try:
@@ -100,8 +106,8 @@ class Preflight:
                 child.kill()
                 await child.wait()
 
-    def _all_answered(self) -> bool:
-        return all(host in self.findings for host in (*self.allocation.hosts, *self.allocation.spares))
+    def _have_answered(self, hosts: list[str]) -> bool:
+        return all(host in self.findings for host in hosts)
 
 
 def faults(findings: dict[str, list[Finding]], level: str) -> dict[str, list[Finding]]:

@@ -69,6 +69,7 @@ def without_requests(environ: Mapping[str, str]) -> dict[str, str]:
 
 def srun_options(name: str, hosts: list[str], allocation: Allocation, *, uses_gpus: bool) -> list[str]:
     """What every step of ours says: one task on each of ``hosts``."""
+    component, cpus = allocation.component(hosts)
     return [
         "srun",
         "--overlap",
@@ -77,7 +78,8 @@ def srun_options(name: str, hosts: list[str], allocation: Allocation, *, uses_gp
         f"--ntasks={len(hosts)}",
         "--ntasks-per-node=1",
         f"--nodelist={','.join(hosts)}",
-        f"--cpus-per-task={allocation.cpus_per_node}",
+        *([] if component is None else [f"--het-group={component}"]),
+        f"--cpus-per-task={cpus}",
         "--mem=0",
         *([] if uses_gpus else ["--gres=none"]),
         "--export=ALL",
@@ -174,7 +176,7 @@ class SrunStep:
 
     async def _end_lost_step(self) -> None:
         """By its id, which is looked up by name: step numbers do not follow the order of starts."""
-        job = self.allocation.job_id
+        job = ",".join(self.allocation.job_ids) or self.allocation.job_id
         _, steps = await run_slurm("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j")
         for line in steps.splitlines():
             step, _, name = line.strip().partition("|")

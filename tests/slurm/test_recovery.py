@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,20 +12,8 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
-from primerl_hpc.plan.types import OnExit, PreflightPlan
-from tests.slurm.virtual import RECIPE, SAY, SERVE, TRAIN, SlurmToy, wait_for
-
-
-def preflight(**changes: Any) -> PreflightPlan:
-    """Fast, and without interpreters to ask."""
-    values = {"timeout_s": 40, "pythons": (), "gpus": 0, "scratch": None}
-    values |= {"min_scratch_gib": 0, "min_memory_gib": 0, "health_checks": ()}
-    return PreflightPlan.model_validate(values | changes)
-
-
-def not_on(node: str) -> str:
-    """A site's health check that one node fails."""
-    return f'[ "$SLURMD_NODENAME" != {node} ] || {{ echo the fabric of {node} is down; exit 7; }}'
+from primerl_hpc.plan.types import OnExit
+from tests.slurm.virtual import RECIPE, SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, wait_for
 
 
 def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:

@@ -28,12 +28,13 @@ from primerl_hpc.launch.prepare import engines_script, job_script
 from primerl_hpc.launch.submit import ONE_JOB, resume_run
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
-from primerl_hpc.plan.types import NodePlan, OnExit, Plan
+from primerl_hpc.plan.types import NodePlan, OnExit, Plan, PreflightPlan
 from primerl_hpc.render.job import render_engines, render_job
 from tests.support import ROOT, make_plan, process_plan
 
 TOOL = ROOT / "tools" / "virtual-cluster"
 NODES = 4
+CPU_NODES = 1
 
 RECIPE = {
     "kind": "rl",
@@ -101,10 +102,10 @@ class Cluster:
         return self.tool("on", node, *command, check=check)
 
     def idle_nodes(self) -> int:
-        return ask(["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]).split().count("idle")
+        return ask(["sinfo", "-h", "-N", "-p", "main,cpu", "-o", "%T"]).split().count("idle")
 
     def wait_until_idle(self) -> None:
-        wait_for(lambda: self.idle_nodes() == NODES, "all nodes idle")
+        wait_for(lambda: self.idle_nodes() == NODES + CPU_NODES, "all nodes idle")
 
     def wait_until_saved(self, job: str) -> None:
         """slurmctld writes jobs down seconds after one changed; a job it has not written down is lost with it."""
@@ -134,6 +135,8 @@ class SlurmToy:
         self.recipe: dict[str, Any] = RECIPE
         self.processes: list[Any] = []
         self.elastic: list[Any] = []
+        self.has_cpu_node = False
+        """Whether the last node is one of the CPU partition, in a heterogeneous job."""
         profile = load_profile("virtual").profile
         settings = {"time": "00:10:00", **scheduler}
         self.profile: Profile = profile.model_copy(
@@ -166,7 +169,8 @@ class SlurmToy:
     def prepare(self) -> Plan:
         plan = make_plan(self.run.root, self.recipe, processes=self.processes)
         count = 1 + max(node for process in self.processes for node in process.nodes)
-        nodes = tuple(NodePlan(index=node, roles=()) for node in range(count))
+        cpu_node = count - 1 if self.has_cpu_node else None
+        nodes = tuple(NodePlan(index=node, roles=(), is_cpu=node == cpu_node) for node in range(count))
         plan = plan.model_copy(
             update={"scheduler": "slurm", "profile_name": "virtual", "nodes": nodes, **self.plan_changes}
         )
@@ -257,6 +261,18 @@ class SlurmToy:
             subprocess.run(["scancel", *jobs], check=False, capture_output=True)
             if self.elastic:
                 subprocess.run(["scancel", self.engines], check=False, capture_output=True)
+
+
+def preflight(**changes: Any) -> PreflightPlan:
+    """Fast, and without interpreters to ask."""
+    values = {"timeout_s": 40, "pythons": (), "gpus": 0, "scratch": None}
+    values |= {"min_scratch_gib": 0, "min_memory_gib": 0, "health_checks": ()}
+    return PreflightPlan.model_validate(values | changes)
+
+
+def not_on(node: str) -> str:
+    """A site's health check that one node fails."""
+    return f'[ "$SLURMD_NODENAME" != {node} ] || {{ echo the fabric of {node} is down; exit 7; }}'
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:

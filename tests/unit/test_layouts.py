@@ -10,11 +10,16 @@ import pytest
 
 from primerl_hpc import __version__
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.errors import ConfigError, SchedulerError
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import SEPARATOR, parse_squeue
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_engines, render_job
+from primerl_hpc.runtime.allocation import read_allocation
+from primerl_hpc.runtime.srun_step import srun_command
+from primerl_hpc.runtime.steps import Launch
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "layouts"
 RANKS = "layout.trainer.ranks=auto"
@@ -31,6 +36,7 @@ LAYOUTS = {
     "sft": ("h100x64", ["kind=sft", "layout.trainer.nodes=2", RANKS, SFT]),
     "inference": ("h100x64", ["kind=inference", "layout.inference={replicas: 4, tensor_parallel: 2}"]),
     "eval": ("h100x64", ["kind=eval", "layout.inference={replicas: 8}", EVAL]),
+    "cpu-partition": ("virtual", ["layout.orchestrator.place=cpu-partition"]),
     "elastic": ("virtual", ["layout.inference={elastic: true, replicas: 3, partition: preemptible}"]),
     "elastic-gpu": ("h100x64", ["layout.inference={elastic: true, replicas: 6, tensor_parallel: 2}", RANKS]),
 }
@@ -94,3 +100,40 @@ def test_what_elastic_engines_cannot_be_is_refused(overrides: list[str], profile
     with pytest.raises(ConfigError, match=says):
         recipe = load_recipe("reverse_text/tiny", overrides=["warmup=null", *overrides]).recipe
         compile_plan(recipe, load_profile(profile).profile, run_dir="/r", python="/p")
+
+
+HET = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "7",
+    "SLURM_JOB_ID_HET_GROUP_1": "8",
+    "SLURM_JOB_NODELIST": "c3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "c3",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[04-05]",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "16",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "64(x2)",
+}
+
+
+def test_nodes_of_a_heterogeneous_job_are_found_on_their_component() -> None:
+    plan, _ = compiled("cpu-partition")
+    allocation = read_allocation(plan, HET)
+    assert allocation.hosts == ("gpu04", "gpu05", "c3")
+    phase = plan.phase("main")
+    lines = {}
+    for process in phase.processes:
+        launch = Launch(process, RunDir(Path("/r")), "main", 1, 0)
+        lines[process.name] = srun_command(launch, allocation)
+    assert {"--het-group=1", "--nodelist=gpu05", "--cpus-per-task=64"} <= set(lines["trainer-0"])
+    assert {"--het-group=0", "--nodelist=c3", "--cpus-per-task=16"} <= set(lines["orchestrator-0"])
+
+
+def test_a_plan_of_two_components_in_an_ordinary_job_is_refused() -> None:
+    with pytest.raises(SchedulerError, match="heterogeneous"):
+        read_allocation(compiled("cpu-partition")[0], {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"})
+
+
+def test_a_heterogeneous_job_is_known_by_its_leader() -> None:
+    row = SEPARATOR.join(["{}", "RUNNING", "None", "2026-01-01T00:00:00", "n1"])
+    text = "\n".join(row.format(job) for job in ("7+0", "7+1", "9"))
+    assert sorted(parse_squeue(text)) == ["7", "9"]

@@ -158,7 +158,7 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
         (["layout.inference.nodes=4", "layout.inference.replicas=32"], gpu_profile(4), ["5 nodes", "has 4"]),
         (["layout.inference.nodes=2"], gpu_profile(4), ["1 engines", "idle"]),
         (["layout.trainer.replicate=3"], gpu_profile(1), ["3", "2 ranks"]),
-        (["layout.orchestrator.place=cpu-partition"], gpu_profile(2), ["heterogeneous"]),
+        (["layout.orchestrator.place=cpu-partition"], gpu_profile(2), ["cpu_partition"]),
         (["layout.trainer.context_parallel=3"], gpu_profile(2), ["context_parallel 3", "2 ranks"]),
         (
             ["layout.trainer={replicate: 2, expert_parallel: 4, ranks: 4}"],

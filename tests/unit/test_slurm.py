@@ -115,10 +115,10 @@ def test_recorded_answers_are_read(version: str) -> None:
     assert next(fact for fact in past.values() if fact.state == "CANCELLED").has_ended
 
 
-def test_reasons_with_blanks_and_commas_jobs_of_arrays_and_components_are_read() -> None:
+def test_reasons_with_blanks_and_commas_jobs_of_arrays_and_leaders_of_components_are_read() -> None:
     texts = [(DATA / f"squeue-{version}.txt").read_text() for version in VERSIONS]
     facts = [fact for text in texts for fact in parse_squeue(text).values()]
-    assert {"8+0", "8+1", "18_7", "18_[8-40%4]"} <= {fact.job_id for fact in facts}
+    assert {"8", "18_7", "18_[8-40%4]"} <= {fact.job_id for fact in facts}
     reasons = {fact.reason for fact in facts}
     assert {"ReqNodeNotAvail, UnavailableNodes:n[7,9]", "launch failed requeued held"} <= reasons
     assert not any(fact.has_ended for fact in facts if fact.state in ("COMPLETING", "REQUEUE_HOLD"))

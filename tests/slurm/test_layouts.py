@@ -1,0 +1,86 @@
+"""Heterogeneous jobs: the orchestrator's node is one of the CPU partition, everything else of a run is as ever."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.slurm import ask
+from primerl_hpc.plan.types import OnExit
+from tests.slurm.virtual import SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, run_cli, wait_for
+
+CPU_HOST = "n5"
+
+
+def add_roles(toy: SlurmToy) -> SlurmToy:
+    toy.has_cpu_node = True
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(0, 1))
+    toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(2,))
+    return toy
+
+
+def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resumed(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    """Each component has its own preflight; a bad node of the second one gives way to the spare."""
+    toy = add_roles(new_toy(spare_nodes=1))
+    toy.plan_changes = {"spare_nodes": 1, "preflight": preflight(health_checks=(not_on("n2"),))}
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0", "router-0")
+    assert toy.snapshot().state == RunState.RUNNING
+    assert toy.endpoint("router-0")["host"] == read_json(toy.run.state)["host"] == CPU_HOST
+    assert toy.endpoint("inference-0")["host"] == "n1"
+    assert "on n1 node 0" in toy.log("trainer-0_0") and "on n3 node 1" in toy.log("trainer-0_1")
+    assert [row["nodes"] for row in toy.events("preflight_done")] == [4]
+    wait_for(lambda: {"inference-0", "router-0"} <= set(toy.steps()), "accounting", tell=toy.steps)
+    toy.cluster.on("n1", "kill", "-9", str(toy.endpoint("inference-0")["pid"]))
+    wait_for(lambda: toy.events("role_restarting"), "its restart", tell=toy.words)
+
+    subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
+    toy.wait_until_ready("inference-0", "trainer-0", "router-0", attempt=2)
+    assert "goes on after 2" in toy.log("trainer-0_0", attempt=2)
+
+    assert run_cli("cancel", str(toy.run.root), "--wait").returncode == 0
+    toy.assert_nothing_is_left()
+    toy.submit()
+    toy.wait_until_ready("trainer-0", attempt=3)
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+    assert ask(["squeue", "--noheader"]) == ""
+
+
+def test_a_crash_on_the_other_component_is_told_and_ends_both(toy: SlurmToy) -> None:
+    add_roles(toy)
+    toy.processes = toy.processes[::2]
+    toy.add(
+        Role.TRAINER, SAY + "raise SystemExit('error: the loss is a teapot')", OnExit.ENDS_PHASE, nodes=(1,)
+    )
+    toy.submit()
+    toy.wait_for_state(RunState.FAILED)
+    toy.assert_nothing_is_left()
+    told = run_cli("diagnose", str(toy.run.root)).stdout
+    assert "teapot" in told and "n2" in told
+    wait_for(lambda: (fact := toy.accounted()) is not None and fact.exit_code == 1, "its code in accounting")
+
+
+def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes(toy: SlurmToy) -> None:
+    """SLURM kills the steps of component 1 with no word to the batch process: there may be no time for a save."""
+    add_roles(toy).submit()
+    toy.wait_until_ready("trainer-0")
+    subprocess.run(["scancel", toy.job], check=True)
+    wait_for(
+        lambda: toy.snapshot().state in (RunState.CANCELLED, RunState.STOPPED), "its end", tell=toy.words
+    )
+    toy.assert_nothing_is_left()
+    assert toy.fact().state == "CANCELLED"
+    saved = toy.run.latest_checkpoint()
+    toy.submit()
+    toy.wait_until_ready("trainer-0", attempt=2)
+    assert f"goes on after {saved}" in toy.log("trainer-0_0", attempt=2)
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
