@@ -22,12 +22,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "submit": ("submit", "Compile a recipe for a cluster and start it."),
         "plan": ("plan", "Show what would run where, and why."),
         "render": ("render", "Write the batch script alone."),
+        "eval": ("evaluate", "Score a model, or the weights of a run."),
     },
     "Look": {
         "status": ("status", "All runs on one screen, or one run in depth."),
         "list": ("list_runs", "Names and folders of your runs."),
         "logs": ("logs", "Print or follow the log of any role."),
         "diagnose": ("diagnose", "What is wrong with a run, and what to do."),
+        "samples": ("samples", "The last rollouts: prompts, replies, rewards."),
+        "scores": ("scores", "Scores of an evaluation: table, curves, SVG."),
         "report": ("report", "One HTML page of a run, to keep or to send."),
     },
     "Steer": {
@@ -35,6 +38,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "resume": ("resume", "Go on from the last complete checkpoint."),
     },
     "Use": {
+        "chat": ("chat", "Talk to the policy of a run while it trains."),
         "export": ("export", "A policy version as a model folder."),
     },
     "Learn": {

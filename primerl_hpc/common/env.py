@@ -102,3 +102,8 @@ def set_engine_api_key(key: str) -> None:
 def slurm_node_rank() -> int:
     """Index of this node within its SLURM step; 0 outside SLURM."""
     return int(os.environ.get("SLURM_NODEID", "0"))
+
+
+def variable(name: str) -> str | None:
+    """A variable that a recipe names (the key of a model's server); None when it is not set, or empty."""
+    return os.environ.get(name) or None

@@ -29,6 +29,9 @@ from primerl_hpc.common.names import MAIN_PHASE
 STABLE = "STABLE"  # marker of a complete rollouts/step_N or weights/step_N
 COMPLETE = "COMPLETE"  # marker of a checkpoint whose both sides are whole
 SIDE_DONE = "DONE"  # marker inside one side of a checkpoint
+VERSION_HEADER = (
+    "x-primerl-policy-version"  # of every answer of an engine: the version that was live at its start
+)
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -196,6 +199,11 @@ class RunDir:
     def progress(self) -> int:
         """A number that grows with every row of metrics that any role writes, that is with every finished step."""
         return sum(path.stat().st_size for path in (self.root / "metrics").glob("*.jsonl"))
+
+    @property
+    def scores(self) -> Path:
+        """Of a run of kind eval: a row per policy version and environment that is done; written by the evaluator."""
+        return self.root / "results" / "scores.jsonl"
 
     @property
     def tracker_offsets(self) -> Path:

@@ -5,6 +5,8 @@
     POST /resume                                          → {"paused": false}
     GET  /primerl/state                                   → {"process", "attempt", "incarnation", "version", "paused"}
 
+Every answer has the policy version that was live when it began in its header ``x-primerl-policy-version``.
+
 Every route of the server, vLLM's included, needs ``Authorization: Bearer <key of the run>``, except /health and
 /metrics, which the router and monitors ask. (vLLM's own ``--api-key`` leaves most routes open.)
 """
@@ -20,9 +22,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.rundir import VERSION_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,16 @@ class EngineRoutes:
                 return await response(scope, receive, send)
         elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
             return await send({"type": "websocket.close", "code": 1008})
-        return await self.app(scope, receive, send)
+        return await self.app(scope, receive, self._with_version(send))
+
+    def _with_version(self, send: Send) -> Send:
+        async def send_it(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                version = (VERSION_HEADER.encode(), str(self.state.version).encode())
+                message = {**message, "headers": [*message.get("headers", ()), version]}
+            await send(message)
+
+        return send_it
 
     def _is_authorized(self, request: Request) -> bool:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -1,2 +1,2 @@
-"""Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → fork → executor →
-sbatch (exactly one job) → refusals (SLURM's words); estimate and doctor ask beforehand; bench measures a trainer here."""
+"""Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → fork → evaluate →
+executor → sbatch (exactly one job) → refusals (SLURM's words); estimate and doctor ask beforehand; bench measures a trainer here."""

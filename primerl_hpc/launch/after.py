@@ -33,6 +33,7 @@ from primerl_hpc.launch.prepare import (
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.after_schema import After
+from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.render.job import render_export
 
@@ -78,10 +79,18 @@ def prepare_after(run: RunDir, plan: Plan, profile: LoadedProfile) -> None:
 
 
 def _evaluation(run: RunDir, plan: Plan, profile: LoadedProfile) -> tuple[Any, LoadedProfile, Plan]:
-    recipe = plan.phase(MAIN_PHASE).recipe
+    phase = plan.phase(MAIN_PHASE)
+    recipe = phase.recipe
     assert recipe.after is not None and recipe.after.evaluation is not None
-    evaluation = recipe.for_evaluation(str(run.weights_step(recipe.steps)))
-    theirs = change_profile(profile, recipe.after.evaluation.profile, "after.evaluation.profile")
+    asked = recipe.after.evaluation
+    steps = (recipe.steps,) if asked.steps == "last" else asked.steps
+    evaluation = recipe.for_evaluation(
+        Evaluation(weights=str(run.weights), steps=steps, base=asked.base),
+        model_path=phase.model_path,
+        environments=asked.environments,
+        replicas=asked.replicas,
+    )
+    theirs = change_profile(profile, asked.profile, "after.evaluation.profile")
     root = str(run.evaluation.root)
     return (
         evaluation,

@@ -82,7 +82,7 @@ def submit_run(
     """Prepare and queue. A refused submission leaves no run directory behind; an unanswered one keeps it."""
     run, plan = prepare_run(loaded, profile, run_dir, chain)
     try:
-        return _queue(run, plan, chain)
+        return queue_run(run, plan, chain)
     except UnansweredError:
         raise  # its job may be in the queue, and needs its folder
     except PrimerlError:
@@ -103,7 +103,7 @@ def resume_run(run: RunDir, chain: ChainRequest = ONE_JOB) -> Submitted:
     if state.get("state") == RunState.DONE:
         raise OccupiedError("this run is done", place=str(run.root), mend="submit a new one to train further")
     register_run(run)
-    return _queue(run, plan, chain)
+    return queue_run(run, plan, chain)
 
 
 def change_job(run: RunDir, changes: Sequence[str]) -> None:
@@ -143,7 +143,8 @@ def check_not_running(run: RunDir) -> None:
         )
 
 
-def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
+def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitted:
+    """Queue the next attempt of a run directory that is frozen and not in use."""
     # known before the job can start: which attempt it will be tells its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
     facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}

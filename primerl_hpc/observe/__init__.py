@@ -2,5 +2,5 @@
 
 Reading order: snapshot (what a run is doing) with bottleneck and forecast → slurm (asked politely) → catalog (all runs) →
 table, depth, screen (`status`) → usage → logfiles, logs → diagnose with patterns and reasons → follow, summary →
-report with svg → plot, text.
+scores, samples, chat (what the policy is worth, and says) → report with svg → plot, text.
 """

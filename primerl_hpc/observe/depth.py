@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl_hpc.common.files import read_jsonl
-from primerl_hpc.common.names import RunState
+from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.observe.plot import format_count
 from primerl_hpc.observe.reasons import explain_reason
+from primerl_hpc.observe.scores import score_text
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
 from primerl_hpc.observe.table import colored
@@ -119,6 +120,9 @@ def _relatives(snapshot: Snapshot) -> list[str]:
 
 
 def _numbers(snapshot: Snapshot) -> list[str]:
+    """The last step's; of an evaluation the scores that it has so far."""
+    if snapshot.kind == Kind.EVAL.value:
+        return score_text(snapshot.run).splitlines()
     metrics = snapshot.metrics
     share = f" ({snapshot.step / snapshot.max_steps:.0%})" if snapshot.max_steps else ""
     lines = [f"phase {snapshot.phase or '-'}: step {snapshot.step}/{snapshot.max_steps or '-'}{share}"]

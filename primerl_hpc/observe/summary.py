@@ -12,6 +12,7 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.plot import format_count, format_duration, text_plot
+from primerl_hpc.observe.scores import score_text
 
 
 def print_summary(run: RunDir, state: RunState, message: str | None, seconds: float) -> None:
@@ -25,8 +26,11 @@ def print_summary(run: RunDir, state: RunState, message: str | None, seconds: fl
         click.echo("reward of the training rollouts")
         click.echo(text_plot(list(rewards), list(rewards.values())))
         click.echo()
-    for line in _evaluations(run):
-        click.echo(line)
+    if run.scores.exists():
+        click.echo(score_text(run) + "\n")
+    else:
+        for line in _evaluations(run):
+            click.echo(line)
     trained = steps or read_steps(run.metrics("sft"))
     if steps:
         last = list(steps.values())[-3:]
@@ -64,11 +68,16 @@ def _print_places(run: RunDir, state: RunState) -> None:
     versions = run.stable_weights()
     if versions:
         click.echo(f"weights         {_shown(run.weights_step(versions[-1]))}")
+    if run.scores.exists():
+        click.echo(f"scores          {_shown(run.scores)}")
+        click.echo(f"rollouts        {_shown(run.traces('eval'))}")
     click.echo(f"logs            {_shown(run.latest_logs)}")
     click.echo(f"numbers         {_shown(run.root / 'metrics')}")
     name = run.root.name
     if state in (RunState.STOPPED, RunState.CANCELLED):
         click.echo(f"\nnext:  primerl-hpc resume {name}")
+    elif run.scores.exists():
+        click.echo(f"\nnext:  primerl-hpc scores {name} --svg scores.svg")
     else:
         click.echo(f"\nnext:  primerl-hpc status {name}   or   primerl-hpc logs {name} trainer")
 

@@ -22,45 +22,68 @@ def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
 
 
 def chart(title: str, curves: Mapping[str, Points]) -> str:
-    """One figure with a curve per name; "" when there is nothing to draw."""
+    """One figure with a curve per name, as HTML; "" when there is nothing to draw."""
     drawn = {name: thin(points) for name, points in curves.items() if points}
     if not drawn:
         return ""
-    every = [point for points in drawn.values() for point in points]
-    (x_low, x_high), (y_low, y_high) = _span([x for x, _ in every]), _span([y for _, y in every])
-
-    def place(x: float, y: float) -> str:
-        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - 8)
-        down = TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        return f"{across:.1f},{down:.1f}"
-
-    lines = [
-        f'<polyline fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-width="1.5" '
-        f'points="{" ".join(place(x, y) for x, y in points)}"/>'
-        + (
-            f'<circle cx="{place(*points[0]).split(",")[0]}" cy="{place(*points[0]).split(",")[1]}" r="2.5" '
-            f'fill="{COLORS[index % len(COLORS)]}"/>'
-            if len(points) == 1
-            else ""
-        )
-        for index, points in enumerate(drawn.values())
-    ]
-    axis = f"M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - 8}"
     legend = "".join(
-        f'<span style="color:{COLORS[index % len(COLORS)]}">— {escape(name)}</span> '
+        f'<span style="color:{_color(index)}">— {escape(name)}</span> '
         for index, name in enumerate(drawn)
         if len(drawn) > 1
     )
     return (
         f"<figure><figcaption>{escape(title)} {legend}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{_drawing(drawn)}</svg></figure>'
+    )
+
+
+def chart_file(title: str, curves: Mapping[str, Points]) -> str:
+    """The same as an SVG file of its own, with title and names of the curves above them."""
+    drawn = {name: thin(points) for name, points in curves.items() if points}
+    names = "".join(
+        f'<text x="{LEFT}" y="{30 + 14 * index}" fill="{_color(index)}">— {escape(name)}</text>'
+        for index, name in enumerate(drawn)
+    )
+    top = 26 + 14 * len(drawn)
+    body = f'<g transform="translate(0,{top})">{_drawing(drawn)}</g>' if drawn else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + top}" '
+        f'width="{2 * WIDTH}" font-family="sans-serif" font-size="10">'
+        f'<rect width="100%" height="100%" fill="white"/><text x="{LEFT}" y="14" font-size="12">{escape(title)}</text>'
+        f"{names}{body}</svg>\n"
+    )
+
+
+def _drawing(drawn: Mapping[str, Points]) -> str:
+    """Axes and curves, without the svg element around them."""
+    every = [point for points in drawn.values() for point in points]
+    (x_low, x_high), (y_low, y_high) = _span([x for x, _ in every]), _span([y for _, y in every])
+
+    def place(x: float, y: float) -> tuple[str, str]:
+        across = LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - 8)
+        down = TOP + (y_high - y) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        return f"{across:.1f}", f"{down:.1f}"
+
+    lines = []
+    for index, points in enumerate(drawn.values()):
+        spots = [place(x, y) for x, y in points]
+        path = " ".join(",".join(spot) for spot in spots)
+        lines.append(f'<polyline fill="none" stroke="{_color(index)}" stroke-width="1.5" points="{path}"/>')
+        if len(spots) == 1:
+            lines.append(f'<circle cx="{spots[0][0]}" cy="{spots[0][1]}" r="2.5" fill="{_color(index)}"/>')
+    axis = f"M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - 8}"
+    return (
         f'<path d="{axis}" fill="none" stroke="currentColor" opacity=".4"/>'
         f'<text x="{LEFT - 6}" y="{TOP + 8}" text-anchor="end">{_number(y_high)}</text>'
         f'<text x="{LEFT - 6}" y="{HEIGHT - BOTTOM}" text-anchor="end">{_number(y_low)}</text>'
         f'<text x="{LEFT}" y="{HEIGHT - 6}">{_number(x_low)}</text>'
         f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{_number(x_high)}</text>'
-        f"{''.join(lines)}</svg></figure>"
+        f"{''.join(lines)}"
     )
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

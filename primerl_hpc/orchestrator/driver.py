@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.metrics import MetricsWriter
@@ -18,7 +19,7 @@ from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
 from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.rate import RateLimit
 from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
-from primerl_hpc.orchestrator.setup import RouterAddress
+from primerl_hpc.orchestrator.setup import ExternalAddress, RouterAddress
 from primerl_hpc.orchestrator.traces import TraceWriter
 from primerl_hpc.recipe.schema import Recipe
 
@@ -29,6 +30,15 @@ LOUD_ERRORS = 5  # of one kind in one environment; more are logged for debugging
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
 
 
+@dataclass
+class Tally:
+    """How the rollouts of an environment ended, engines' faults left out."""
+
+    succeeded: int = 0
+    failed: int = 0
+    last_error: str = ""
+
+
 class RolloutDriver:
     def __init__(
         self,
@@ -37,7 +47,7 @@ class RolloutDriver:
         dispatcher: Dispatcher,
         evaluator: Evaluator,
         runner: RolloutRunner,
-        router: RouterAddress,
+        router: RouterAddress | ExternalAddress,
     ) -> None:
         self.run, self.recipe, self.router = run, recipe, router
         self.dispatcher, self.evaluator, self.runner = dispatcher, evaluator, runner
@@ -47,6 +57,7 @@ class RolloutDriver:
             False  # engines are paused for new weights: what starts now would be older than need be
         )
         self.errors: Counter[str] = Counter()  # <environment>/<kind> → rollouts, since the start
+        self.tallies: dict[tuple[Split, str], Tally] = {}  # by environment, since somebody last cleared them
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
         self._faulty_since: float | None = None
 
@@ -86,7 +97,9 @@ class RolloutDriver:
             traces.flush()
 
     def _group_of(self, outcome: Outcome) -> Group | None:
+        tally = self.tallies.setdefault((outcome.split, outcome.env), Tally())
         if outcome.rollout is not None:
+            tally.succeeded += 1
             self._pause_s, self._faulty_since = FIRST_PAUSE_S, None
             return self.dispatcher.finished(outcome.rollout_id, outcome.rollout)
         kind = f"{outcome.env}/{outcome.error.split(':', 1)[0]}"
@@ -95,9 +108,13 @@ class RolloutDriver:
         logger.log(
             level, "environment %s, task %s: rollout failed: %s", outcome.env, outcome.task, outcome.error
         )
-        self.traces[outcome.split].add_failure(env=outcome.env, task=outcome.task, error=outcome.error)
+        self.traces[outcome.split].add_failure(
+            env=outcome.env, task=outcome.task, version=outcome.version, error=outcome.error
+        )
         if outcome.is_engine_fault:
             self._pause(outcome.error)
+        else:
+            tally.failed, tally.last_error = tally.failed + 1, outcome.error
         return self.dispatcher.failed(outcome.rollout_id, is_fault=outcome.is_engine_fault)
 
     def _pause(self, error: str) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.renderer import renderer_config
 from primerl_hpc.recipe.rollout_schema import Environment, Sampling
 from primerl_hpc.recipe.schema import Model
@@ -222,11 +223,25 @@ def train_client(model: Model, router_url: str) -> TrainClientConfig:
     )
 
 
-def eval_client(router_url: str) -> EvalClientConfig:
-    """Chat completions through the router, rendered by the engine; episodes carry no tokens."""
+def external_client(external: External) -> EvalClientConfig:
+    """Chat completions of a server elsewhere; episodes carry texts and counts, no tokens."""
     from verifiers.v1.configs.client import EvalClientConfig
 
-    return EvalClientConfig(base_url=f"{router_url}/v1", api_key_var=env.ENGINE_API_KEY)
+    return EvalClientConfig(base_url=external.base_url.rstrip("/"), api_key_var=external.key_variable)
+
+
+def external_sampling_config(sampling: Sampling) -> SamplingConfig:
+    """Only what differs from doing nothing: servers elsewhere refuse parameters that they do not know."""
+    from verifiers.v1.types import SamplingConfig
+
+    named = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+    unset = Sampling()
+    named |= {
+        name: value
+        for name in ("top_p", "top_k", "min_p")
+        if (value := getattr(sampling, name)) != getattr(unset, name)
+    }
+    return SamplingConfig.model_validate({**named, **sampling.extra})
 
 
 def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:

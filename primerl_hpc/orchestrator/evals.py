@@ -77,6 +77,7 @@ class Evaluation:
     num_open: int
     started: float = field(default_factory=time.monotonic)
     groups: dict[int, list[Group]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of environments that are done
 
 
 class Evaluator:
@@ -124,19 +125,27 @@ class Evaluator:
     def add(self, group: Group) -> tuple[int, dict[str, float]] | None:
         """(version, metrics) when this was the evaluation's last task."""
         evaluation: Evaluation = group.tag
-        evaluation.groups[group.env].append(group)
+        groups = evaluation.groups[group.env]
+        groups.append(group)
         evaluation.num_open -= 1
+        if len(groups) == self.task_counts[group.env]:
+            environment = self.environments.eval[group.env]
+            own = eval_metrics(environment.label, environment.samples, groups)
+            evaluation.metrics |= own
+            self.environment_done(evaluation, environment.label, own)
         if evaluation.num_open:
             return None
         self.num_open -= 1
-        metrics: dict[str, float] = {}
-        groups = [group for groups in evaluation.groups.values() for group in groups]
-        for env, own in evaluation.groups.items():
-            environment = self.environments.eval[env]
-            metrics |= eval_metrics(environment.label, environment.samples, own)
-        started = [version for group in groups for version in group.versions]
-        ended = [rollout.last_version for group in groups for rollout in group.results]
+        every = [group for groups in evaluation.groups.values() for group in groups]
+        started = [version for group in every for version in group.versions]
+        ended = [rollout.last_version for group in every for rollout in group.results]
         if started:
-            metrics |= {"eval/policy_version/min": min(started), "eval/policy_version/max": max(ended)}
-        metrics["time/eval"] = time.monotonic() - evaluation.started
-        return evaluation.version, metrics
+            evaluation.metrics |= {
+                "eval/policy_version/min": min(started),
+                "eval/policy_version/max": max(ended),
+            }
+        evaluation.metrics["time/eval"] = time.monotonic() - evaluation.started
+        return evaluation.version, evaluation.metrics
+
+    def environment_done(self, evaluation: Evaluation, label: str, metrics: dict[str, float]) -> None:
+        """Called when the last task of one environment of an evaluation is done."""

@@ -20,6 +20,8 @@ from primerl_hpc.orchestrator.env_client import (
     EnvServerClient,
     EnvServerDied,
     EnvServerError,
+    external_client,
+    external_sampling_config,
     sampling_config,
     train_client,
 )
@@ -53,6 +55,7 @@ class Outcome:
     split: Split
     env: str
     task: str
+    version: int  # live when it started
     rollout: Rollout | None
     error: str = ""
     is_engine_fault: bool = (
@@ -71,6 +74,7 @@ class RolloutRunner:
     ) -> None:
         """``router_url``: where rollouts sample now; None while the router is down."""
         self.recipe, self.envs = recipe, envs
+        self.external = recipe.evaluation.external if recipe.evaluation else None
         self.live_version, self.router_url = live_version, router_url
         self.outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -136,9 +140,9 @@ class RolloutRunner:
     def _failed(self, start: Start, error: str, *, is_engine_fault: bool = False) -> None:
         self.outcomes.put_nowait(Outcome(start.rollout_id, *self._where(start), None, error, is_engine_fault))
 
-    def _where(self, start: Start) -> tuple[Split, str, str]:
+    def _where(self, start: Start) -> tuple[Split, str, str, int]:
         handle = self.envs[start.split][start.env]
-        return start.split, handle.environment.label, handle.tasks[start.task].key
+        return start.split, handle.environment.label, handle.tasks[start.task].key, start.version
 
     async def _rollout(self, start: Start) -> Rollout:
         handle = self.envs[start.split][start.env]
@@ -153,16 +157,18 @@ class RolloutRunner:
             self._sampling_config(start, sampling),
             timeout_s=handle.environment.timeout_s,
         )
-        return rollout_of(episode, temperature=sampling.temperature)
+        return rollout_of(episode, temperature=sampling.temperature, need_tokens=self.external is None)
 
     def _client_config(self, url: str) -> Any:
         if url not in self._client_configs:
-            self._client_configs = {url: train_client(self.recipe.model, url)}
+            client = external_client(self.external) if self.external else train_client(self.recipe.model, url)
+            self._client_configs = {url: client}
         return self._client_configs[url]
 
     def _sampling_config(self, start: Start, sampling: Sampling) -> Any:
         known = self._sampling_configs.get((start.split, start.env))
         if known is None or known[0] != start.version:
-            known = (start.version, sampling_config(sampling, start.version))
+            config = external_sampling_config(sampling) if self.external else None
+            known = (start.version, config or sampling_config(sampling, start.version))
             self._sampling_configs[start.split, start.env] = known
         return known[1]

@@ -40,6 +40,16 @@ class RouterAddress:
         return self.url
 
 
+@dataclass
+class ExternalAddress:
+    """As `RouterAddress`, of a server elsewhere: it is where it is."""
+
+    url: str
+
+    def refresh(self) -> str:
+        return self.url
+
+
 def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:
     return Fleet(
         run,
@@ -87,22 +97,29 @@ def vocab_size_for_filters(phase: PhasePlan) -> int:
 
 
 async def wait_for_peers(
-    phase: PhasePlan, handles: dict[Split, list[EnvHandle]], fleet: Fleet, router: RouterAddress
+    phase: PhasePlan,
+    handles: dict[Split, list[EnvHandle]],
+    fleet: Fleet | None,
+    router: RouterAddress | ExternalAddress,
 ) -> None:
-    """Environment servers, engines and router at the same time. Raises TimeoutWaitingError naming who is missing."""
+    """Environment servers, engines and router at the same time; without a fleet the environment servers alone.
+
+    Raises TimeoutWaitingError naming who is missing.
+    """
     timeouts = phase.recipe.timeouts
     num_engines = len(phase.of_role(Role.INFERENCE)) or min(
         1, len(phase.elastic)
     )  # one elastic engine will do
     clients = [handle.client for each in handles.values() for handle in each]
     async with asyncio.TaskGroup() as group:
-        group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))
-        group.create_task(_wait_for_router(router, timeouts.inference_ready_s))
+        if fleet is not None:
+            group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))
+            group.create_task(_wait_for_router(router, timeouts.inference_ready_s))
         for client in clients:
             group.create_task(client.wait_ready(timeout_s=timeouts.env_server_ready_s))
 
 
-async def _wait_for_router(router: RouterAddress, timeout_s: float) -> None:
+async def _wait_for_router(router: RouterAddress | ExternalAddress, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while router.refresh() is None:
         if time.monotonic() >= deadline:

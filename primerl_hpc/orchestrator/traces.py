@@ -55,9 +55,9 @@ class TraceWriter:
             }
         )
 
-    def add_failure(self, *, env: str, task: str, error: str) -> None:
+    def add_failure(self, *, env: str, task: str, version: int, error: str) -> None:
         """One that ended without a reward, whether it is tried again or not."""
-        self._append({"env": env, "task": task, "error": error})
+        self._append({"env": env, "task": task, "version": version, "error": error})
 
     def flush(self) -> None:
         """Append what was gathered, in one write."""

@@ -86,6 +86,8 @@ class Rollout:
 def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_tokens: bool = True) -> Rollout:
     """The episode's trainable traces as one rollout; several are averaged in reward and share the advantage.
 
+    Without ``need_tokens`` the lengths are those that the model's server counted.
+
     Raises RolloutFailed when the episode or any of its traces failed, or no token was sampled.
     """
     _raise_if_failed(episode)
@@ -102,11 +104,15 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
     _raise_without_reward(traces)
     nodes = [node for trace in traces for node in trace.nodes]
     output = sum(sum(node.mask) for node in nodes)
+    inputs = sum(len(node.token_ids) for node in nodes) - output
+    if not need_tokens:
+        output = sum(trace.num_output_tokens for trace in traces)
+        inputs = sum(trace.num_input_tokens for trace in traces)
     return Rollout(
         reward=float(np.mean([trace.reward for trace in traces])),
         samples=samples,
         output_tokens=output,
-        input_tokens=sum(len(node.token_ids) for node in nodes) - output,
+        input_tokens=inputs,
         num_turns=sum(trace.num_turns for trace in traces),
         is_truncated=any(trace.is_truncated for trace in traces),
         rewards={

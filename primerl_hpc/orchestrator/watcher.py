@@ -3,6 +3,7 @@
     watcher = WeightWatcher(run, fleet, reader, base_model=…, next_version=…, on_pending=…, on_live=…)
     await watcher.load(version)        # at start: the engines serve what the run resumes from
     await watcher.watch()              # for ever
+    await watcher.hold()               # for ever, without looking for new versions
 
 The live version is leased, so that restarted engines can still be brought to it, until the next one is live.
 """
@@ -41,25 +42,27 @@ class WeightWatcher:
         next_version: Callable[[int, int], int],
         on_pending: Callable[[int], None],
         on_live: Callable[[int], None],
+        holder: str = READER,
     ) -> None:
         """``next_version(live, newest)``: which of the versions in (live, newest] to load.
 
-        ``engines_timeout_s``: without a single engine for this long, give up.
+        ``engines_timeout_s``: without a single engine for this long, give up. ``holder``: whose name its leases bear.
         """
         self.run, self.fleet, self.reader, self.base_model = run, fleet, reader, base_model
         self.engines_timeout_s = engines_timeout_s
         self.next_version, self.on_pending, self.on_live = next_version, on_pending, on_live
-        self.version = -1
+        self.holder, self.version = holder, -1
         self.last_live = time.monotonic()
         self.update_seconds: list[float] = []
         self._leased_at = 0.0
+        self._path: Path | str = base_model
 
     async def load(self, version: int) -> None:
         """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
         path = await self._open(version)
         report = await self.fleet.reconcile(path, version)
         await self._until_served(path, version, report)
-        self._live(version)
+        self._live(path, version)
 
     async def watch(self) -> None:
         next_reconcile = time.monotonic() + RECONCILE_S
@@ -72,10 +75,16 @@ class WeightWatcher:
                 next_reconcile = time.monotonic() + RECONCILE_S
             await asyncio.sleep(POLL_S)
 
+    async def hold(self) -> None:
+        """Bring engines that were restarted to the live version, which stays the same."""
+        while True:
+            await asyncio.sleep(RECONCILE_S)
+            await self._reconcile()
+
     def release(self) -> None:
         """Give the lease back: nobody will be brought to this version any more."""
         if self.version > 0:
-            self.reader.close(self.version, READER)
+            self.reader.close(self.version, self.holder)
 
     def take_metrics(self) -> dict[str, float]:
         seconds, self.update_seconds = self.update_seconds, []
@@ -92,7 +101,7 @@ class WeightWatcher:
         await self._until_served(path, version, report)
         self.update_seconds.append(time.monotonic() - start)
         logger.info("policy v%d is live (%.2f s)", version, self.update_seconds[-1])
-        self._live(version)
+        self._live(path, version)
 
     async def _until_served(self, path: Path | str, version: int, report: UpdateReport) -> None:
         """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`."""
@@ -114,23 +123,22 @@ class WeightWatcher:
     async def _reconcile(self) -> None:
         """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""
         if time.monotonic() - self._leased_at > LEASE_REFRESH_S:
-            await self._open(self.version)
-        path = self.run.weights_step(self.version) if self.version else self.base_model
-        await self.fleet.reconcile(path, self.version)
+            self._path = await self._open(self.version)
+        await self.fleet.reconcile(self._path, self.version)
 
     async def _open(self, version: int) -> Path | str:
         """The folder of a version, leased; v0 is the base model, which nobody deletes."""
         self._leased_at = time.monotonic()
         if version == 0:
             return self.base_model
-        return await asyncio.to_thread(self.reader.open, version, READER)
+        return await asyncio.to_thread(self.reader.open, version, self.holder)
 
-    def _live(self, version: int) -> None:
-        previous, self.version = self.version, version
+    def _live(self, path: Path | str, version: int) -> None:
+        previous, self.version, self._path = self.version, version, path
         self.last_live = time.monotonic()
         write_json(self.run.live_version, {"version": version})
         if previous > 0 and previous != version:
-            self.reader.close(previous, READER)
+            self.reader.close(previous, self.holder)
         self.on_live(version)
 
     def _is_stable(self, version: int) -> bool:

@@ -120,14 +120,17 @@ class _Processes:
     def _working(self, head: Placement) -> tuple[ProcessPlan, ...]:
         if self.recipe.kind == Kind.SFT:
             return (self.trainer(),)
+        servers = self._env_servers(head)
+        evaluator = self._process(Role.EVALUATOR, 0, head, "evaluator.log")
+        if self.recipe.is_external:
+            return (*servers, evaluator)
         engines = self._engines(self.layout.replicas)
         ready_s = self.recipe.timeouts.inference_ready_s
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
         if self.recipe.kind == Kind.INFERENCE:
             return (*engines, router)
-        servers = self._env_servers(head)
         if self.recipe.kind == Kind.EVAL:
-            return (*engines, router, *servers, self._process(Role.EVALUATOR, 0, head, "evaluator.log"))
+            return (*engines, router, *servers, evaluator)
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
         return (*engines, router, *servers, orchestrator, self.trainer())
 

@@ -36,6 +36,8 @@ class Split:
 def split(recipe: Recipe, profile: Profile) -> Split:
     """Raises ConfigError, with the numbers, when the recipe asks for more than the profile has."""
     layout = recipe.layout.inference
+    if recipe.is_external:
+        return Split(1, (), None, head=0, notes=("the model is served elsewhere: no engines",))
     needs_inference = recipe.kind != Kind.SFT and not layout.elastic
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
     if needs_inference:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from primerl_hpc.common.block import Block, PositiveInt
+from primerl_hpc.common.block import Block, Bool, PositiveInt
 from primerl_hpc.recipe.rollout_schema import EvalEnvironment
 
 
@@ -39,6 +39,10 @@ class ExportAfter(AfterJob):
 class EvaluationAfter(AfterJob):
     """A run of kind eval on the last weights, in a run directory of its own beside the training run's."""
 
+    steps: Literal["last", "all"] | tuple[PositiveInt, ...] = "last"
+    """Which policy versions; all: those that the run kept (``weights.keep_last``, ``weights.interval``)."""
+    base: Bool = False
+    """Also policy v0."""
     environments: tuple[EvalEnvironment, ...] = ()
     """Default: the recipe's ``environments.eval``."""
     replicas: PositiveInt | None = None

@@ -6,6 +6,7 @@ loaded.recipe.max_steps, loaded.document.origins["max_steps"]         # 5, '--se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +37,19 @@ def load_recipe(
     for key, value in env.recipe_overrides(environ).items():
         origin = f"PRIMERL_{key.upper().replace('.', '__')}"
         document = document.overlay(from_override(key, value, origin, is_text=is_text(Recipe, key)))
-    for text in overrides or []:
+    document = with_overrides(document, overrides or [])
+    return LoadedRecipe(validate(Recipe, document), document, path)
+
+
+def with_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """A recipe's document with ``--set key=value`` laid over it. Raises ConfigError."""
+    for text in overrides:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value")
         key = key.strip()
         document = document.overlay(from_override(key, value, "--set", is_text=is_text(Recipe, key)))
-    return LoadedRecipe(validate(Recipe, document), document, path)
+    return document
 
 
 def resolve_recipe_path(name: str) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError, NotFoundError
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.yamldoc import Document
+from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema import Model, Recipe
 from primerl_hpc.recipe.sft_rows import check_row
@@ -27,7 +28,11 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     """
     folder = folder or Path.cwd()
     recipe, document = loaded.recipe, loaded.document
-    changes: dict[str, object] = {"model": _resolve_model(recipe.model, document, folder)}
+    changes: dict[str, object] = {}
+    if not recipe.is_external:
+        changes["model"] = _resolve_model(recipe.model, document, folder)
+    if recipe.evaluation is not None and recipe.evaluation.weights is not None:
+        changes["evaluation"] = _resolve_evaluation(recipe.evaluation, document, folder)
     if recipe.sft is not None:
         changes["sft"] = _resolve_sft(recipe.sft, document, folder, ("sft",))
     if recipe.warmup is not None:
@@ -71,6 +76,32 @@ def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
         )
         raise NotFoundError(f"{root} has {wanted}", place=place, mend=have)
     return fork.model_copy(update={"run": str(root), "step": fork.step or complete[-1]})
+
+
+def _resolve_evaluation(evaluation: Evaluation, document: Document, folder: Path) -> Evaluation:
+    """Absolute folder. Raises NotFoundError where it has none of the versions, unless they are waited for."""
+    assert evaluation.weights is not None
+    weights = (folder / Path(evaluation.weights).expanduser()).resolve()
+    run, place = RunDir(weights.parent), document.place(("evaluation", "weights"))
+    if evaluation.watch and not run.plan.is_file():
+        raise NotFoundError(f"{run.root} is no run directory that could be watched", place=place)
+    versions = run.list_steps(weights, STABLE)
+    if not evaluation.watch and not versions:
+        raise NotFoundError(
+            f"{weights} has no complete policy version (step_N/{STABLE})",
+            place=place,
+            mend="a run of kind sft writes its last one at its end, and more with weights.interval",
+        )
+    asked = () if evaluation.steps == "all" else evaluation.steps
+    missing = [step for step in asked if step not in versions]
+    if missing and not evaluation.watch:
+        there = ", ".join(map(str, versions))
+        raise NotFoundError(
+            f"{weights} has no weights of step {missing[0]}",
+            place=place,
+            mend=f"there are those of {there}; weights.keep_last and weights.interval say which a run keeps",
+        )
+    return evaluation.model_copy(update={"weights": str(weights)})
 
 
 def _looks_local(name: str, folder: Path) -> bool:

@@ -25,7 +25,8 @@ from primerl_hpc.common.block import (
 from primerl_hpc.common.names import Kind, is_valid_name
 from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
-from primerl_hpc.recipe.rollout_schema import Environments, Rollouts
+from primerl_hpc.recipe.evaluation_schema import Evaluation
+from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment, Rollouts
 from primerl_hpc.recipe.sft_schema import SFT
 from primerl_hpc.recipe.training_schema import (
     AdamW,
@@ -206,6 +207,8 @@ class Recipe(Block):
     """kind rl: an SFT phase before RL; its last weights are policy v0."""
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()
+    evaluation: Evaluation | None = None
+    """kind eval: which policies, of which weights or behind which server; null: the model alone."""
     after: After | None = None
     """kinds rl and sft: jobs that start when the run is done: an export, an evaluation."""
     tracking: Tracking = Tracking()
@@ -240,6 +243,10 @@ class Recipe(Block):
             raise ValueError("kind eval needs at least one environment under environments.eval")
         if self.kind == Kind.SFT and self.sft is None:
             raise ValueError("kind sft needs an sft block")
+        if self.evaluation is not None and self.kind != Kind.EVAL:
+            raise ValueError(
+                "evaluation belongs to kind eval; what comes after a training run is after.evaluation"
+            )
         if self.warmup is not None and self.kind != Kind.RL:
             raise ValueError("warmup belongs to kind rl")
         if (fork := self.checkpoint.fork) is not None:
@@ -294,32 +301,61 @@ class Recipe(Block):
                 "scheduler": self.warmup.scheduler,
                 "sft": self.warmup.sft,
                 "checkpoint": self.warmup.checkpoint,
+                "weights": self.weights.model_copy(update={"interval": None}),
                 "warmup": None,
             }
         )
 
-    def for_evaluation(self, weights: str) -> Recipe:
-        """``after.evaluation`` as an eval recipe of its own, on the model folder ``weights``.
+    @property
+    def is_external(self) -> bool:
+        """Whether the model that is evaluated is served by somebody else."""
+        return self.evaluation is not None and self.evaluation.external is not None
 
-        The base model stays the tokenizer: renderers are found by its name.
+    def for_evaluation(
+        self,
+        evaluation: Evaluation,
+        *,
+        model_path: str,
+        environments: tuple[EvalEnvironment, ...] = (),
+        replicas: int | None = None,
+    ) -> Recipe:
+        """An eval recipe of its own on this one's model and ``environments`` (default: its ``environments.eval``).
+
+        ``model_path``: hub id or folder that is version 0, and that engines start with. The model stays the tokenizer:
+        renderers are found by its name. Nothing is sent to a tracker: that has to be asked for again.
         """
-        assert self.after is not None and self.after.evaluation is not None
-        settings = self.after.evaluation
-        inference = self.layout.inference
-        if settings.replicas is not None:
-            inference = inference.model_copy(update={"replicas": settings.replicas, "nodes": "auto"})
-        tokenizer = self.model.tokenizer or self.model.name
+        inference = self.layout.inference.model_copy(update={"elastic": False, "partition": None})
+        if replicas is not None:
+            inference = inference.model_copy(update={"replicas": replicas, "nodes": "auto"})
+        tokenizer = self.model.tokenizer or (self.model.name if self.model.name != model_path else None)
         return self.model_copy(
             update={
                 "kind": Kind.EVAL,
                 "name": f"{self.name}-evaluation"[:100],
-                "model": self.model.model_copy(update={"name": weights, "tokenizer": tokenizer}),
+                "model": self.model.model_copy(update={"name": model_path, "tokenizer": tokenizer}),
                 "max_steps": None,
                 "layout": self.layout.model_copy(update={"inference": inference}),
-                "environments": Environments(eval=settings.environments or self.environments.eval),
-                "sft": None,
-                "warmup": None,
-                "checkpoint": Checkpoint(),
-                "after": None,
+                "environments": Environments(eval=environments or self.environments.eval),
+                "evaluation": evaluation,
+                "rollouts": Rollouts(
+                    sampling=self.rollouts.sampling, max_in_flight=self.rollouts.max_in_flight
+                ),
+                "tracking": Tracking(),
+                **_OF_TRAINING,
             }
         )
+
+
+_OF_TRAINING: dict[str, Any] = {
+    "algorithm": GRPO(),
+    "loss": DPPOLoss(),
+    "optimizer": AdamW(),
+    "scheduler": Constant(),
+    "trainer": Trainer(),
+    "sft": None,
+    "warmup": None,
+    "checkpoint": Checkpoint(),
+    "weights": Weights(),
+    "after": None,
+}
+"""What an evaluation knows nothing of."""

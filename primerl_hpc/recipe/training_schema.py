@@ -233,6 +233,8 @@ class Weights(Block):
     """How a new policy reaches the engines."""
     keep_last: PositiveInt = 2
     """Policy versions kept on disk; versions of kept checkpoints and the last one stay as well."""
+    interval: PositiveInt | None = None
+    """Policy versions at multiples of this are kept for ever; kind sft, which otherwise writes the last one only, writes them for this."""
 
     @model_validator(mode="after")
     def _two_versions_are_in_use(self) -> Self:

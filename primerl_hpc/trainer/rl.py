@@ -112,7 +112,9 @@ def clean_up(run: RunDir, core: Core, receiver: FilesystemReceiver, step: int) -
     """Drop what nobody will ask for: batches before this one, old checkpoints, old policy versions."""
     receiver.forget(step - 1)
     prune_checkpoints(run, core.recipe.checkpoint)
-    prune_weights(run, keep_last=core.recipe.weights.keep_last, keep=present_checkpoints(run))
+    weights = core.recipe.weights
+    kept = {step for step in run.stable_weights() if weights.interval and step % weights.interval == 0}
+    prune_weights(run, keep_last=weights.keep_last, keep=present_checkpoints(run) | kept)
 
 
 def report(step: int, max_steps: int, result: StepResult, step_s: float) -> None:

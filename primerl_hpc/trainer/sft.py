@@ -55,7 +55,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
         outcome, step = train_steps(run, core, stream, validation, saver, start)
         if outcome == "done":
             watchdog.beat("writing the last weights")
-            publish_last(run, core)
+            publish(run, core, recipe.steps)
     if world.is_leader:
         prune_checkpoints(run, recipe.checkpoint)
     return outcome, step
@@ -105,6 +105,9 @@ def train_steps(
             metrics["time/save_ckpt"] = time.perf_counter() - save_started
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
+        if recipe.weights.interval and step % recipe.weights.interval == 0:
+            watchdog.beat(f"step {step}, writing its weights")
+            publish(run, core, step)
         if world.is_leader:
             prune_checkpoints(run, recipe.checkpoint)
         reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
@@ -113,8 +116,8 @@ def train_steps(
     return "done", recipe.steps
 
 
-def publish_last(run: RunDir, core: Core) -> None:
-    step = core.recipe.steps
+def publish(run: RunDir, core: Core, step: int) -> None:
+    """The weights as they are, as ``weights/step_<step>``, unless an earlier life wrote them."""
     if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
         export_weights(
             run, core.policy, step, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world

@@ -13,6 +13,7 @@ An engine opens a version, which is checked and leased, and closes it when the w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -100,18 +101,24 @@ def prune_weights(run: RunDir, *, keep_last: int, keep: set[int]) -> list[int]:
 
 
 class FilesystemWeightReader:
-    def __init__(self, run: RunDir, *, lag_s: float = LAG_S) -> None:
-        self.run, self.lag_s = run, lag_s
+    def __init__(self, run: RunDir, *, lag_s: float = LAG_S, weights: Path | None = None) -> None:
+        """``weights``: the folder of ``step_N`` where it is not the run's own."""
+        self.run, self.lag_s, self.weights = run, lag_s, weights or run.weights
+
+    def versions(self) -> list[int]:
+        """Those that are stable, ascending."""
+        return self.run.list_steps(self.weights, STABLE)
 
     def newest(self) -> int | None:
-        return max(self.run.stable_weights(), default=None)
+        return max(self.versions(), default=None)
 
     def open(self, version: int, reader: str) -> Path:
         """See `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
-        folder = self.run.weights_step(version)
+        folder = self.weights / f"step_{version}"
         if not is_there(folder / STABLE):
             raise DataError(f"policy version {version} has no {STABLE}", place=str(folder))
-        self.run.lease(folder, reader)
+        with contextlib.suppress(PermissionError):  # somebody else's run: its owner keeps it, or nobody does
+            self.run.lease(folder, reader)
         try:
             self._check(folder)
         except DataError:
@@ -120,8 +127,8 @@ class FilesystemWeightReader:
         return folder
 
     def close(self, version: int, reader: str) -> None:
-        folder = self.run.weights_step(version)
-        (folder.parent / ".leases" / f"{folder.name}.{reader}").unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):
+            (self.weights / ".leases" / f"step_{version}.{reader}").unlink(missing_ok=True)
 
     def _check(self, folder: Path) -> None:
         deadline = time.monotonic() + self.lag_s

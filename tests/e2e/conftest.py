@@ -35,7 +35,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def warm_model(work: Path) -> Path:
-    """The run directory of an SFT run of 300 steps."""
+    """The run directory of an SFT run of 300 steps, which keeps its weights every 100."""
     recipe = work / "sft.yaml"
     recipe.write_text(SFT_RECIPE.format(tiny=TINY, data=work / "outputs" / "tiny" / "sft.jsonl"))
     with pytest.MonkeyPatch.context() as patch:

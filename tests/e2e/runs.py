@@ -44,6 +44,7 @@ sft:
 optimizer: {{type: adamw, lr: 2.0e-3, weight_decay: 0.01, betas: [0.9, 0.98]}}
 scheduler: {{type: linear, warmup_steps: 20, decay_steps: 90, min_lr_ratio: 0.1}}
 checkpoint: {{interval: 100}}
+weights: {{interval: 100}}
 """
 
 

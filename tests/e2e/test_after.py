@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from primerl_hpc.common.files import read_json, read_jsonl
+from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.scores import read_scores
 from primerl_hpc.observe.snapshot import take_snapshot
 from tests.e2e.runs import command
 from tests.support import make_tiny_model, wait_for
@@ -37,15 +38,14 @@ def test_sft_is_followed_by_its_export_and_its_evaluation(
     wait_for(lambda: take_snapshot(run.evaluation).state.is_final, "the evaluation", 400)
     assert take_snapshot(run.evaluation).state == RunState.DONE, run.evaluation.events.read_text()
     (row,) = read_steps(run.evaluation.metrics("eval")).values()
-    assert (row["step"], row["eval/held-out/tasks"], row["eval/held-out/rollouts"]) == (0, 8, 16)
+    assert (row["step"], row["eval/held-out/tasks"], row["eval/held-out/rollouts"]) == (6, 8, 16)
     assert row["eval/held-out/errors"] == 0 and 0 <= row["eval/held-out/avg@2"] <= 1
     assert row["eval/held-out/pass^2"] <= row["eval/held-out/pass@1"] <= row["eval/held-out/pass@2"]
     traces = list(read_jsonl(run.evaluation.traces("eval")))
     assert len(traces) == 16 and len({trace["task"] for trace in traces}) == 8
     mean = sum(trace["reward"] for trace in traces) / 16
     assert mean == pytest.approx(row["eval/held-out/reward/mean"], abs=1e-3)
-    plan = read_json(run.evaluation.plan)
-    assert plan["phases"][0]["model_path"] == str(run.weights_step(6))
+    assert set(read_scores(run.evaluation)) == {(6, "held-out")}
 
     exported = tmp_path / "outputs" / "reverse-text-sft"
     model = AutoModelForCausalLM.from_pretrained(exported)

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint
@@ -18,16 +20,22 @@ from primerl_hpc.orchestrator.env_client import (
     EnvServerClient,
     EnvServerDied,
     EnvServerError,
-    eval_client,
+    external_client,
     sampling_config,
     train_client,
 )
 from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
+from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import make_plan, process_plan, run_role
 
 pytestmark = pytest.mark.e2e
+
+
+def chat_client(router_url: str) -> Any:
+    """Chat completions instead of token ids."""
+    return external_client(External(base_url=f"{router_url}/v1", key_variable=env.ENGINE_API_KEY))
 
 
 class Rollouts:
@@ -41,7 +49,7 @@ class Rollouts:
 
     def run(self, number: int = 0, *, timeout_s: float = 120, evaluate: bool = False) -> Awaitable:
         url = self.serving.url("router-0")
-        how = eval_client(url) if evaluate else train_client(self.recipe.model, url)
+        how = chat_client(url) if evaluate else train_client(self.recipe.model, url)
         sampling = sampling_config(self.recipe.rollouts.sampling, 0)
         return self.client.run(self.tasks[number].data, how, self.recipe.model.name, sampling, timeout_s)
 
@@ -186,7 +194,7 @@ def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:
         client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02, restart_timeout_s=0.1)
         sampling = sampling_config(serving.recipe.rollouts.sampling, 0)
         with pytest.raises(EnvServerDied, match="reverse-text"):
-            await client.run({}, eval_client("http://127.0.0.1:1"), "m", sampling)
+            await client.run({}, chat_client("http://127.0.0.1:1"), "m", sampling)
         await client.close()
 
     asyncio.run(check())

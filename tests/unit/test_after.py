@@ -50,8 +50,9 @@ def test_scripts_and_the_evaluations_run_are_prepared_with_the_run(folder: Path)
     assert "trap '' USR2" in script and "trap" not in (run.launch / "job.sbatch").read_text()
     plan = read_json(run.evaluation.plan)
     (phase,) = plan["phases"]
-    assert plan["kind"] == "eval" and phase["model_path"] == str(run.weights_step(3))
-    assert phase["recipe"]["model"]["tokenizer"] == str(folder / "model")
+    assert plan["kind"] == "eval" and phase["model_path"] == str(folder / "model")
+    asked = phase["recipe"]["evaluation"]
+    assert (asked["weights"], asked["steps"], asked["base"]) == (str(run.weights), [3], False)
     assert [process["role"] for process in phase["processes"]].count("inference") == 2
     again = load_recipe(str(run.evaluation.recipe)).recipe
     assert again.kind == "eval" and again.environments.eval[0].name == "held-out"

@@ -1,0 +1,126 @@
+"""``primerl-hpc eval`` for real: versions of a run on one engine, interrupted and taken up again; a model elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.common.scores import read_scores
+from primerl_hpc.plan.engine_env import engine_env
+from tests.e2e.runs import TINY, command
+from tests.e2e.serving import READY_TIMEOUT_S, Serving
+from tests.support import end_role, run_role, start_role, wait_for
+
+pytestmark = pytest.mark.e2e
+
+SERVERS = ("inference-0", "router-0", "env_server-0")
+NUM_ROLLOUTS = 32  # of a version: 16 tasks, 2 samples
+
+
+@pytest.fixture
+def home(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
+    return work
+
+
+def rollouts_by_version(run: RunDir) -> Counter[int]:
+    return Counter(row["version"] for row in read_jsonl(run.traces("eval")) if "reward" in row)
+
+
+def test_versions_of_a_run_are_scored_on_one_engine_and_a_killed_evaluation_runs_only_what_is_missing(
+    home: Path, warm_model: Path
+) -> None:
+    words = ("eval", str(warm_model), "--num-tasks", "16", "--run-dir", "runs/scored")
+    one_by_one = ("--set", "rollouts.max_in_flight=1", "--set", "inference.kv_cache_gib=0.0625")
+    command(*words, "--steps", "300", *one_by_one, "--dry-run", cwd=home)
+    run = RunDir(home / "runs" / "scored")
+    run.attempt_logs(1).mkdir(parents=True)
+    servers = [start_role(run, "main", name, **engine_env("cpu")) for name in SERVERS]
+    try:
+        for name in SERVERS:
+            wait_for(lambda name=name: read_endpoint(run, name), name, READY_TIMEOUT_S)
+        evaluator = start_role(run, "main", "evaluator-0")
+        wait_for(lambda: (0, "held-out") in read_scores(run), "the base model's scores", READY_TIMEOUT_S)
+        end_role(evaluator)  # one rollout at a time: version 300 has hardly begun
+
+        # more versions are asked for, in the same directory
+        command(*words, "--steps", "100,300", "--dry-run", cwd=home)
+        code, log = run_role(run, "main", "evaluator-0")
+        assert code == 0, log
+    finally:
+        for server in servers:
+            end_role(server)
+    rows = [(row["step"], row["environment"]) for row in read_jsonl(run.scores)]
+    assert rows[0] == (0, "held-out") and sorted(rows) == [(step, "held-out") for step in (0, 100, 300)]
+    assert rollouts_by_version(run) == {0: NUM_ROLLOUTS, 100: NUM_ROLLOUTS, 300: NUM_ROLLOUTS}
+    scores = {step: row for (step, _), row in read_scores(run).items()}
+    assert scores[300]["avg@2"] > scores[0]["avg@2"] + 0.05, scores
+    assert all(row["errors"] == 0 and row["tasks"] == 16 for row in scores.values())
+    assert set(read_steps(run.metrics("eval"))) == {0, 100, 300}
+    engine = (run.attempt_logs(1) / "inference-0.log").read_text()
+    assert engine.count("starting vLLM on") == 1
+    served = re.findall(r"serving policy version (\d+) from", engine)
+    assert set(served) == {"100", "300"} and len(served) <= 3, served
+
+    # with nothing missing the scores are shown at once, and nothing is started
+    again = command(*words, "--steps", "100,300", cwd=home)
+    assert "nothing is missing" in again.stdout and not run.job.exists()
+    assert [line.split()[:2] for line in again.stdout.splitlines() if line.startswith("held-out ")] == [
+        ["held-out", "base"],
+        ["held-out", "100"],
+        ["held-out", "300"],
+    ]
+    assert max(map(len, again.stdout.splitlines())) <= 80
+    shown = command("scores", "runs/scored", "--json", "--svg", str(home / "scores.svg"), cwd=home)
+    assert [row["step"] for row in json.loads(shown.stdout)["scores"]] == [0, 100, 300]
+    assert (home / "scores.svg").read_text().count("<polyline") == 1
+
+
+def test_a_model_elsewhere_is_asked_by_chat_completions_and_no_engine_is_started(
+    home: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELSEWHERE_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
+    words = (
+        *(
+            "eval",
+            str(TINY),
+            "-p",
+            "local",
+            "--num-tasks",
+            "8",
+            "--env",
+            "held-out",
+            "--env",
+            "alphabet-sort",
+        ),
+        *("--base-url", f"{serving.url('router-0')}/v1", "--model", str(serving.model)),
+    )
+    done = command(
+        *(*words, "--key-variable", "ELSEWHERE_KEY", "--run-dir", "runs/elsewhere", "--follow"), cwd=home
+    )
+    run = RunDir(home / "runs" / "elsewhere")
+    assert "inference" not in json.loads(run.state.read_text())["processes"]
+    scores = read_scores(run)
+    assert set(scores) == {(0, "held-out"), (0, "alphabet-sort")}
+    assert scores[0, "held-out"]["rollouts"] == 16 and scores[0, "held-out"]["errors"] == 0
+    assert scores[0, "held-out"]["completion_tokens/mean"] > 1
+    assert "alphabet-sort" in done.stdout and "PASS@K" in done.stdout
+
+    monkeypatch.setenv("WRONG_KEY", "wrong")
+    refused = command(
+        *(*words, "--key-variable", "WRONG_KEY", "--run-dir", "runs/refused", "--follow"),
+        cwd=home,
+        check=False,
+    )
+    assert refused.returncode == ExitCode.FAILED
+    assert "refuses the key in WRONG_KEY" in refused.stdout and "wrong" not in refused.stdout.lower().replace(
+        "wrong_key", ""
+    )
