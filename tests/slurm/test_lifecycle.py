@@ -187,7 +187,12 @@ def test_lost_nodes_send_their_runs_back_into_the_queue_and_they_go_on_elsewhere
                 lambda toy=toy: toy.snapshot().state == RunState.PENDING or toy.snapshot().attempt == 2,
                 "requeue",
             )
-        wait_for(lambda: 2 in (first.snapshot().attempt, second.snapshot().attempt), "a second attempt")
+        wait_for(
+            lambda: 2 in (first.snapshot().attempt, second.snapshot().attempt),
+            "a second attempt",
+            240,
+            first.words,
+        )
     finally:
         for node in lost:
             cluster.tool("return-node", node)

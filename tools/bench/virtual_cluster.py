@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,8 @@ _PACKAGES = (
     "slurmctld,slurmd,slurm-client,slurm-wlm-basic-plugins,slurmdbd,slurm-wlm-mysql-plugin,"
     "mariadb-server,mariadb-client,munge,iproute2,procps,python3"
 )
+
+_MIRROR = re.compile(r"^(?:URIs:|deb) .*?(https?://\S+/debian)\b", re.M)
 
 
 def tool(folder: Path, *words: str) -> str:
@@ -91,16 +94,18 @@ def make_image(path: Path) -> Path:
         return path
     mirror = next(
         (
-            match[0]
+            match[1]
             for file in sorted(Path("/etc/apt").rglob("*.[ls]*"))
-            if file.is_file() and (match := re.search(r"https?://\S+/debian\b", file.read_text()))
+            if file.is_file() and (match := _MIRROR.search(file.read_text()))
         ),
         "http://deb.debian.org/debian",
     )
-    command = ["mmdebstrap", "--variant=minbase", f"--include={_PACKAGES}", "trixie", str(path), mirror]
+    new = path.with_name(f"{path.name}.new")  # so that an interrupted one is not taken for whole
+    shutil.rmtree(new, ignore_errors=True)
+    command = ["mmdebstrap", "--variant=minbase", f"--include={_PACKAGES}", "trixie", str(new), mirror]
     print(f"making {path}: {' '.join(command)}", file=sys.stderr)
     subprocess.run(command, check=True, stdout=sys.stderr)
-    return path
+    return new.rename(path)
 
 
 def live_on(image: Path) -> dict[str, Any]:
