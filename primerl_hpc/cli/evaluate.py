@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json, profile_option, set_option
+from primerl_hpc.cli.options import job_changes, json_option, print_json, profile_option, set_option
 
 EPILOG = """\b
 Examples:
@@ -106,7 +106,13 @@ def command(
     run. Nothing leaves the machine but requests to --base-url.
     """
     from primerl_hpc.common.rundir import RunDir
-    from primerl_hpc.launch.evaluate import EvalRequest, find_source, load_evaluation, submit_evaluation
+    from primerl_hpc.launch.evaluate import (
+        EvalRequest,
+        find_source,
+        load_evaluation,
+        submit_evaluation,
+        without_gpus,
+    )
 
     source = find_source(target)
     request = EvalRequest(
@@ -125,6 +131,8 @@ def command(
     )
     loaded = load_evaluation(source, request, overrides)
     profile = _profile(source, profile_name)
+    if loaded.recipe.is_external:
+        profile = without_gpus(profile, job_changes())
     if dry_run:
         return _dry_run(loaded, profile, run_dir, as_json)
     if run_dir is None and isinstance(source, RunDir) and model is None:

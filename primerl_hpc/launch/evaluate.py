@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.cluster.load import LoadedProfile, change_profile
 from primerl_hpc.common.errors import ConfigError, NotFoundError, OccupiedError
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.common.registry import find_run, register_run
@@ -140,6 +140,23 @@ def _environments(recipe: Recipe, request: EvalRequest) -> tuple[EvalEnvironment
     return tuple(each.model_copy(update=changes) for each in chosen or known.values())
 
 
+def without_gpus(profile: LoadedProfile, said: Sequence[str] = ()) -> LoadedProfile:
+    """The profile for a job that starts no engines: no GPUs, and the site's CPU partition where it is described.
+
+    ``said``: what the user changed in the profile, as ``key=value``; that stays.
+    """
+    if not profile.profile.node.gpus:
+        return profile
+    changes: dict[str, Any] = {"node": {"gpus": 0}}
+    if (asked := profile.profile.cpu_partition) is not None:
+        own = asked.model_dump(exclude={"cores"})
+        kept = {text.partition("=")[0].strip() for text in said}
+        kept |= {f"scheduler.{name}" for name in ("account", "qos") if own[name] is None}
+        changes["scheduler"] = {name: value for name, value in own.items() if f"scheduler.{name}" not in kept}
+        changes["node"]["cores"] = asked.cores
+    return change_profile(profile, changes, "evaluation.external")
+
+
 # -- in a directory of its own, or where an earlier one left off ---------------------------------------------------------
 
 
@@ -246,4 +263,5 @@ __all__ = [
     "missing_scores",
     "prepare_evaluation",
     "submit_evaluation",
+    "without_gpus",
 ]

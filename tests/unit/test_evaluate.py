@@ -28,6 +28,7 @@ from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.rollout_schema import Sampling
+from tests.sbatch import read_directives
 from tests.unit.test_cli import folder, tree  # noqa: F401
 
 EVAL = "environments: {eval: [{id: reverse-text, name: held-out, samples: 2}]}\nrollouts: {sampling: {max_tokens: 12}}\n"
@@ -119,6 +120,22 @@ def test_a_model_elsewhere_needs_no_engines_and_no_model_folder(trained: RunDir,
     assert phase.model_path == "big"
     everything = [path for path in (trained.root.parent / "elsewhere").rglob("*") if path.is_file()]
     assert everything and not any("secret" in path.read_text() for path in everything)
+
+
+def test_a_job_without_engines_asks_for_no_gpus_and_goes_to_the_cpu_partition(
+    trained: RunDir, monkeypatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "secret")
+    url = ("--base-url", "http://host:1/v1", "--model", "big", "--key-variable", "A_KEY", "-p", "h100x64")
+
+    def script(name: str, *words: str) -> str:
+        return (Path(prepare(*url, *words, run_dir=name).run_dir) / "launch" / "job.sbatch").read_text()
+
+    assert "--gres" not in (plain := script("plain")) and "--partition=gpu" in plain
+    cpu = ("--profile-set", "cpu_partition={partition: milan, cores: 4, memory: 8G}")
+    there = dict(read_directives(script("there", *cpu)))
+    assert (there["partition"], there["cpus-per-task"], there["mem"]) == ("milan", "4", "8G")
+    assert dict(read_directives(script("named", *cpu, "--partition", "mine")))["partition"] == "mine"
 
 
 def test_servers_elsewhere_get_only_what_was_asked_for():
