@@ -12,6 +12,7 @@ EPILOG = """\b
 Examples:
   primerl-hpc export my-run --to /models/my-run
   primerl-hpc export my-run --to best --step 40 --link
+  primerl-hpc export my-lora-run --to /models/my-run --merge
 """
 
 
@@ -22,17 +23,21 @@ Examples:
 )
 @click.option("--step", type=click.IntRange(min=0), help="Policy version. [default: the last complete one]")
 @click.option("--link", is_flag=True, help="Hard links in place of copies; on the same filesystem only.")
+@click.option(
+    "--merge", is_flag=True, help="Of an adapter and its base model make one model; for runs with lora."
+)
 @json_option
-def command(run: str, to: Path, step: int | None, link: bool, as_json: bool) -> None:
+def command(run: str, to: Path, step: int | None, link: bool, merge: bool, as_json: bool) -> None:
     """Make a model folder of a policy version of RUN: safetensors, config, tokenizer, chat template.
 
-    transformers, vLLM and the model hub take it as it is. Checksums are compared on the way.
+    transformers, vLLM and the model hub take it as it is. Checksums are compared on the way. A run with lora gives an
+    adapter in PEFT's format, or with --merge a model.
     """
     from primerl_hpc.common.registry import find_run
     from primerl_hpc.launch.export import export_model
 
     found = find_run(run)
-    done = export_model(found, to, step=step, link=link)
+    done = export_model(found, to, step=step, link=link, merge=merge)
     if as_json:
         print_json(
             {

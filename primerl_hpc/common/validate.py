@@ -58,8 +58,8 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
     if fault["type"] == "extra_forbidden":
         owner = block_at(block, path[:-1])
         near = nearest(str(path[-1]), list(owner.model_fields)) if owner else None
-        everywhere = nearest_path(block, str(path[-1])) if near is None else None
-        if near:
+        everywhere = nearest_path(block, str(path[-1]))
+        if near and not is_named(everywhere, str(path[-1])):
             mend = f"did you mean '{dotted((*path[:-1], near))}'?"
         elif everywhere:
             mend = f"did you mean '{everywhere}'?"
@@ -169,6 +169,11 @@ def nearest_path(block: type[BaseModel], word: str) -> str | None:
     by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     found = nearest(word, list(by_name))
     return by_name[found] if found else None
+
+
+def is_named(path: str | None, word: str) -> bool:
+    """Whether the key at ``path`` has exactly that name: then it is meant, whatever else is spelt alike."""
+    return path is not None and path.rsplit(".", 1)[-1] == word
 
 
 def all_paths(block: type[BaseModel], prefix: str = "") -> list[str]:

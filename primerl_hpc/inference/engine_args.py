@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import InferenceLayout, Recipe
+from primerl_hpc.recipe.schema import MAX_SERVED_RANK, InferenceLayout, Recipe
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
+SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)  # of which vLLM's --max-lora-rank must be one
 CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
 
 # what the run relies on: another value would break identity of tokens, auth, or the plan
@@ -33,6 +34,7 @@ _OURS = frozenset(
         *("tensor-parallel-size", "data-parallel-size", "api-server-count", "logprobs-mode", "headless"),
         *("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"),
         *("data-parallel-start-rank", "nnodes", "node-rank", "master-addr", "master-port"),
+        *("enable-lora", "max-lora-rank", "max-loras", "lora-modules"),
     }
 )
 
@@ -41,7 +43,8 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
     """vLLM's arguments for one engine, without host and port (the server hands over a bound socket).
 
     ``model_path``: hub id or folder of the weights to start with. The served name stays the recipe's model for every
-    policy version. Raises ConfigError when ``inference.extra_args`` sets what the run itself decides.
+    policy version; an adapter is loaded later, under `Recipe.policy_name`. Raises ConfigError when
+    ``inference.extra_args`` sets what the run itself decides.
     """
     inference, layout = recipe.inference, recipe.layout.inference
     is_cpu = accelerator == "cpu"
@@ -69,6 +72,7 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
         "disable-fastapi-docs": True,
         "disable-uvicorn-access-log": True,
         **_memory(recipe, is_cpu),
+        **_adapters(recipe),
     }
     for name, value in inference.extra_args.items():
         key = name.lstrip("-").replace("_", "-")
@@ -100,6 +104,13 @@ def _memory(recipe: Recipe, is_cpu: bool) -> dict[str, int | float]:
     if gib is None and not is_cpu:
         return {"gpu-memory-utilization": recipe.inference.gpu_memory_utilization}
     return {"kv-cache-memory-bytes": int((gib or CPU_KV_CACHE_GIB) * 2**30)}
+
+
+def _adapters(recipe: Recipe) -> dict[str, int | bool]:
+    if recipe.lora is None:
+        return {}
+    rank = min(served for served in SERVED_RANKS if served >= recipe.lora.rank)
+    return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1}
 
 
 def _as_flag(name: str, value: str | int | float | bool | None) -> list[str]:

@@ -1,7 +1,7 @@
 """The engine's own routes and its lock, as one ASGI middleware (vLLM's ``--middleware``).
 
     POST /pause           {"clear_cache": false}          → {"paused": true}      in-flight requests freeze, new ones queue
-    POST /update_weights  {"path": "…", "version": 3}     → {"version": 3, "ranks": [3]}
+    POST /update_weights  {"path": "…", "version": 3}     → {"version": 3}
     POST /resume                                          → {"paused": false}
     GET  /primerl/state                                   → {"process", "attempt", "incarnation", "version", "paused"}
 
@@ -18,14 +18,16 @@ import hmac
 import logging
 from dataclasses import dataclass, field
 from json import JSONDecodeError
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.common.rundir import VERSION_HEADER
+from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,12 @@ class EngineState:
     attempt: int
     incarnation: int
     version: int
-    """Policy version that the model's weights are of."""
+    """Policy version that the model's weights are of; -1: an adapter is to come, and none is loaded yet."""
     api_key: str
+    adapter: str | None = None
+    """Name under which adapters are served, where policy versions are these alone."""
+    adapter_tensors: dict[str, TensorInfo] | None = None
+    """Of the adapter that is loaded."""
     paused: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     fault: asyncio.Future[None] | None = None
@@ -120,26 +126,51 @@ class EngineRoutes:
         return JSONResponse({"paused": False})
 
     async def update_weights(self, request: Request) -> JSONResponse:
-        """Load ``path`` in place on every rank. 400: bad request; 422: bad folder, the old weights keep serving."""
+        """Load ``path`` in place on every rank: a model's weights, or an adapter.
+
+        400: bad request; 422: bad folder, the old weights keep serving.
+        """
         body = await _json(request)
         path, version = body.get("path"), body.get("version")
         if not isinstance(path, str) or type(version) is not int or version < 0:
             return _error(400, 'expected {"path": "<folder>", "version": <policy version>}')
         async with self.state.lock:
-            engine = _engine(request)
-            try:
-                ranks = await engine.collective_rpc("primerl_update_weights", args=(path, version))
-            except Exception as error:  # noqa: BLE001 (whatever a worker raised: its model is incomplete now)
-                return self._fail(f"loading {path} failed half-way: {type(error).__name__}: {error}")
-            if refused := [rank["error"] for rank in ranks if "error" in rank]:
-                if len(refused) < len(ranks):
-                    return self._fail(f"ranks disagree about {path}: {refused[0]}")
-                return _error(422, refused[0])
+            load = self._load_model if self.state.adapter is None else self._load_adapter
+            if (refusal := await load(request, path, version)) is not None:
+                return refusal
             self.state.version = version
             # requests without a cache salt must not meet prefixes of the old weights; kept while requests hold them
-            await engine.reset_prefix_cache()
+            await _engine(request).reset_prefix_cache()
         logger.info("serving policy version %d from %s", version, path)
-        return JSONResponse({"version": version, "ranks": [rank["version"] for rank in ranks]})
+        return JSONResponse({"version": version})
+
+    async def _load_model(self, request: Request, path: str, version: int) -> JSONResponse | None:
+        try:
+            ranks = await _engine(request).collective_rpc("primerl_update_weights", args=(path, version))
+        except Exception as error:  # noqa: BLE001 (whatever a worker raised: its model is incomplete now)
+            return self._fail(f"loading {path} failed half-way: {type(error).__name__}: {error}")
+        if refused := [rank["error"] for rank in ranks if "error" in rank]:
+            if len(refused) < len(ranks):
+                return self._fail(f"ranks disagree about {path}: {refused[0]}")
+            return _error(422, refused[0])
+        return None
+
+    async def _load_adapter(self, request: Request, path: str, version: int) -> JSONResponse | None:
+        from primerl_hpc.inference import vllm_compat
+
+        assert self.state.adapter is not None
+        try:
+            tensors = read_headers(Path(path))
+            if self.state.adapter_tensors is not None:
+                check_same_model(tensors, self.state.adapter_tensors, is_tied=False, place=path)
+        except (DataError, OSError) as error:
+            return _error(422, str(error))
+        try:
+            await vllm_compat.load_adapter(request.app.state, self.state.adapter, path)
+        except Exception as error:  # noqa: BLE001 (whatever a worker raised: it reads before it replaces)
+            return _error(422, f"{path} is not taken: {type(error).__name__}: {error}")
+        self.state.adapter_tensors = tensors
+        return None
 
     def _fail(self, cause: str) -> JSONResponse:
         if self.state.fault is not None and not self.state.fault.done():

@@ -31,6 +31,7 @@ from primerl_hpc.inference import routes
 from primerl_hpc.inference.checkpoint import read_headers
 from primerl_hpc.inference.engine_args import engine_args, node_args
 from primerl_hpc.plan.types import PhasePlan, Plan
+from primerl_hpc.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -41,38 +42,46 @@ class StartWeights:
     version: int
     lease: Path | None = None
     """Held while loading, so that the trainer does not delete the folder."""
+    adapter: Path | None = None
+    """What is loaded on top of ``path``, once the engine runs."""
 
     def release(self) -> None:
         if self.lease is not None:
             self.lease.unlink(missing_ok=True)
 
 
-def choose_start_weights(run: RunDir, base: str, reader: str) -> StartWeights:
-    """The newest whole policy version, else the base model as version 0. A damaged folder is passed over aloud."""
+def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: bool = False) -> StartWeights:
+    """The newest whole policy version, else the base model as version 0. A damaged folder is passed over aloud.
+
+    Adapters go on top of the base model; before the first of them there is no version (-1).
+    """
     for version in reversed(run.stable_weights()):
         folder = run.weights_step(version)
         lease = run.lease(folder, reader)
         try:
             read_headers(folder)
+            if has_adapters:
+                return StartWeights(base, version, lease, folder)
             return StartWeights(str(folder), version, lease)
         except (DataError, OSError) as error:
             lease.unlink(missing_ok=True)
             logger.warning("policy version %d cannot be served: %s", version, error)
-    return StartWeights(base, 0)
+    return StartWeights(base, -1 if has_adapters else 0)
 
 
 def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str) -> None:
     """Serve until SIGTERM. Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies."""
     num_nodes, node_rank = len(phase.process(process).nodes), env.slurm_node_rank()
-    if num_nodes == 1:
-        weights = choose_start_weights(run, phase.model_path, process)
-        return _serve(run, plan, phase, process, weights, more=[])
     chosen: list[StartWeights] = []
 
     def choose() -> dict[str, Any]:
-        chosen.append(choose_start_weights(run, phase.model_path, process))
+        has_adapters = phase.recipe.lora is not None
+        chosen.append(choose_start_weights(run, phase.model_path, process, has_adapters=has_adapters))
         return {"path": chosen[0].path, "version": chosen[0].version}
 
+    if num_nodes == 1:
+        choose()
+        return _serve(run, plan, phase, process, chosen[0], more=[])
     address = meet(run, process, node_rank=node_rank, choose=choose)
     os.environ["VLLM_HOST_IP"] = listen_host(num_nodes)  # vLLM would ask the route to the internet
     more = node_args(phase.recipe.layout.inference, num_nodes, node_rank, address)
@@ -88,8 +97,14 @@ def _serve(
 
     listener = bind_listener(listen_host(plan.num_hosts), run.last_port(process))
     host, port = listener.getsockname()[:2]
+    recipe = phase.recipe
     state = routes.EngineState(
-        process, env.attempt(), env.incarnation(), weights.version, api_key=ensure_api_key(run)
+        process,
+        env.attempt(),
+        env.incarnation(),
+        weights.version if weights.adapter is None else -1,
+        api_key=ensure_api_key(run),
+        adapter=None if recipe.lora is None else recipe.policy_name,
     )
     routes.install(state)
     args = _parse([*_arguments(plan, phase, weights.path), *more])
@@ -98,17 +113,19 @@ def _serve(
     async def companion() -> None:
         try:
             await probe(f"http://{host}:{port}", state.api_key)
+            if weights.adapter is not None:
+                await load_adapter(f"http://{host}:{port}", state.api_key, weights)
         finally:
             weights.release()
         publish_endpoint(
             run,
             process,
             f"http://{host}:{port}",
-            model=phase.recipe.model.name,
+            model=recipe.policy_name,
             version=weights.version,
             admin=True,
         )
-        logger.info("serving %s at http://%s:%d", phase.recipe.model.name, host, port)
+        logger.info("serving %s at http://%s:%d", recipe.policy_name, host, port)
         await until_told_to_stop(state)
 
     try:
@@ -125,7 +142,24 @@ def _serve_headless(plan: Plan, phase: PhasePlan, model_path: str, more: list[st
     vllm_compat.serve_headless(_parse([*_arguments(plan, phase, model_path), *more]))
 
 
+def check_adapters(recipe: Recipe, model_path: str, accelerator: str) -> None:
+    """Raises ConfigError where vLLM could not serve the adapters that the run trains."""
+    if recipe.lora is None or accelerator != "cpu":
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=recipe.model.trust_remote_code)
+    text = config.get_text_config()
+    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ConfigError(
+            "vLLM on CPUs serves no adapters on a mixture of experts",
+            place=f"model {recipe.model.name}",
+            mend="leave out lora, or train adapters with kind sft",
+        )
+
+
 def _arguments(plan: Plan, phase: PhasePlan, model_path: str) -> list[str]:
+    check_adapters(phase.recipe, phase.model_path, plan.accelerator)
     return engine_args(phase.recipe, model_path=model_path, accelerator=plan.accelerator)
 
 
@@ -159,6 +193,17 @@ async def probe(url: str, api_key: str) -> None:
         raise RoleError(
             f"the engine started but cannot generate: HTTP {answer.status_code} {answer.text[:300]}"
         )
+
+
+async def load_adapter(url: str, api_key: str, weights: StartWeights) -> None:
+    """As the orchestrator would. Raises RoleError when the engine refuses it."""
+    body = {"path": str(weights.adapter), "version": weights.version}
+    async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+        answer = await client.post(
+            f"{url}/update_weights", json=body, headers={"Authorization": f"Bearer {api_key}"}
+        )
+    if answer.status_code != 200:
+        raise RoleError(f"the engine does not take its adapter: {answer.text[:300]}")
 
 
 async def until_told_to_stop(state: routes.EngineState) -> None:

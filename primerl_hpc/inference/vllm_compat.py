@@ -84,6 +84,22 @@ async def _serve(
         await asyncio.wait({beside, server})
 
 
+async def load_adapter(state: Any, name: str, folder: str) -> None:
+    """Serve the adapter in ``folder`` (PEFT's format) as the model ``name``, in place of what had that name.
+
+    ``state``: the server's application state. Raises what vLLM finds wrong with the adapter; the old one serves on then.
+    vLLM's own route leaves ``load_inplace`` in the request that every later batch carries, and each batch would read the
+    files anew: here it is said once.
+    """
+    from vllm.lora.request import LoRARequest
+
+    models = state.openai_serving_models
+    known = models.lora_requests.get(name)
+    number = known.lora_int_id if known is not None else models.lora_id_counter.inc(1)
+    await state.engine_client.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+    models.lora_requests[name] = LoRARequest(name, number, folder)
+
+
 # -- inside a worker -----------------------------------------------------------------------------------------------------
 
 

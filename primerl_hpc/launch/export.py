@@ -1,7 +1,8 @@
 """A policy version of a run as a model folder that transformers, vLLM and the hub take: copied, checked, renamed.
 
 weights/step_N is an HF folder already (sharded safetensors, config, generation config, tokenizer, chat template), so no
-torch is needed here. Every file is read once, its CRC-32 compared with the manifest, which goes along.
+torch is needed here. Every file is read once, its CRC-32 compared with the manifest, which goes along. Of a run that
+trains adapters the folder is PEFT's, unless it is merged into the base model (`merge`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, OccupiedError
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, read_json
-from primerl_hpc.common.names import Kind
+from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.launch.merge import base_folder, is_adapter, merge_adapter
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.transport.weights_filesystem import MANIFEST, FilesystemWeightReader
 
@@ -31,13 +34,21 @@ class Exported:
     num_bytes: int
 
 
-def export_model(run: RunDir, to: Path, *, step: int | None = None, link: bool = False) -> Exported:
+def export_model(
+    run: RunDir, to: Path, *, step: int | None = None, link: bool = False, merge: bool = False
+) -> Exported:
     """Make ``to`` from policy version ``step`` (default: the last complete one). ``link``: hard links, no copies.
 
-    Raises NotFoundError (no such version), OccupiedError (``to`` holds something), DataError (a checksum differs);
-    nothing is left behind then.
+    ``merge``: of an adapter and its base model make a model. Raises NotFoundError (no such version), OccupiedError
+    (``to`` holds something), DataError (a checksum differs), ConfigError (nothing to merge); nothing is left behind then.
     """
     version = choose_version(run, step)
+    if merge and not is_adapter(run.weights_step(version)):
+        raise ConfigError(
+            "--merge is for runs that train adapters; this one has whole models",
+            place=str(run.weights_step(version)),
+            mend="leave it out",
+        )
     to = to.expanduser().absolute()
     check_target(to)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
@@ -51,6 +62,9 @@ def export_model(run: RunDir, to: Path, *, step: int | None = None, link: bool =
             _transfer(source / entry["name"], temporary / entry["name"], entry["crc32"], link=link)
             num_bytes += entry["size_bytes"]
         shutil.copyfile(source / MANIFEST, temporary / MANIFEST)
+        if merge:
+            files = _merge_in_place(run, temporary, version)
+            num_bytes = sum(entry["size_bytes"] for entry in files)
         fsync_dir(temporary)
         _rename(temporary, to)
     except BaseException:
@@ -59,6 +73,18 @@ def export_model(run: RunDir, to: Path, *, step: int | None = None, link: bool =
     finally:
         reader.close(version, name)
     return Exported(to, version, len(files), num_bytes)
+
+
+def _merge_in_place(run: RunDir, folder: Path, version: int) -> list[dict[str, Any]]:
+    """Replace the adapter in ``folder``, whose checksums agree, by a model; its manifest entries."""
+    adapter = folder.with_name(f"{folder.name}.adapter")
+    os.rename(folder, adapter)
+    try:
+        folder.mkdir()
+        base = base_folder(load_plan(run).phase(MAIN_PHASE).model_path)
+        return merge_adapter(base, adapter, folder, version=version)
+    finally:
+        shutil.rmtree(adapter)
 
 
 def choose_version(run: RunDir, step: int | None) -> int:

@@ -2,7 +2,7 @@
 
     client = EnvServerClient(run, "env_server-0", environment)
     await client.wait_ready(timeout_s=recipe.timeouts.env_server_ready_s)          # raises TimeoutWaitingError
-    episode = await client.run(task_data, train_client(recipe.model, tokenizer, router_url), recipe.model.name,
+    episode = await client.run(task_data, train_client(recipe.model, tokenizer, router_url), recipe.policy_name,
                                sampling_config(recipe.rollouts.sampling, version), timeout_s=environment.timeout_s)
     await client.health(); client.is_up; await client.close()
 

@@ -131,7 +131,7 @@ class Orchestrator:
             run,
             fleet,
             FilesystemWeightReader(run),
-            base_model=phase.model_path,
+            base_model=phase.model_path if recipe.lora is None else None,
             engines_timeout_s=recipe.timeouts.inference_ready_s,
             next_version=self.evaluator.next_due,
             on_pending=self._on_pending,

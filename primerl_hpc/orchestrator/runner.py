@@ -153,7 +153,7 @@ class RolloutRunner:
         episode = await handle.client.run(
             handle.tasks[start.task].data,
             self._client_config(url),
-            self.recipe.model.name,
+            self.recipe.policy_name,
             self._sampling_config(start, sampling),
             timeout_s=handle.environment.timeout_s,
         )

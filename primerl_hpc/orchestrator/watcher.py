@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
@@ -37,7 +37,7 @@ class WeightWatcher:
         fleet: Fleet,
         reader: WeightReader,
         *,
-        base_model: str,
+        base_model: str | None,
         engines_timeout_s: float,
         next_version: Callable[[int, int], int],
         on_pending: Callable[[int], None],
@@ -45,6 +45,8 @@ class WeightWatcher:
         holder: str = READER,
     ) -> None:
         """``next_version(live, newest)``: which of the versions in (live, newest] to load.
+
+        ``base_model``: what v0 is; None where v0 is a version that the trainer writes, as all others: adapters.
 
         ``engines_timeout_s``: without a single engine for this long, give up. ``holder``: whose name its leases bear.
         """
@@ -55,10 +57,12 @@ class WeightWatcher:
         self.last_live = time.monotonic()
         self.update_seconds: list[float] = []
         self._leased_at = 0.0
-        self._path: Path | str = base_model
+        self._path: Path | str = base_model or ""
 
     async def load(self, version: int) -> None:
         """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
+        if self.base_model is None:
+            await self._until_written(version)
         path = await self._open(version)
         report = await self.fleet.reconcile(path, version)
         await self._until_served(path, version, report)
@@ -83,7 +87,7 @@ class WeightWatcher:
 
     def release(self) -> None:
         """Give the lease back: nobody will be brought to this version any more."""
-        if self.version > 0:
+        if self.version >= 0:
             self.reader.close(self.version, self.holder)
 
     def take_metrics(self) -> dict[str, float]:
@@ -127,17 +131,28 @@ class WeightWatcher:
         await self.fleet.reconcile(self._path, self.version)
 
     async def _open(self, version: int) -> Path | str:
-        """The folder of a version, leased; v0 is the base model, which nobody deletes."""
+        """The folder of a version, leased; the base model is what nobody deletes."""
         self._leased_at = time.monotonic()
-        if version == 0:
+        if version == 0 and self.base_model is not None:
             return self.base_model
         return await asyncio.to_thread(self.reader.open, version, self.holder)
+
+    async def _until_written(self, version: int) -> None:
+        """The trainer of adapters starts beside us, and writes v0 of them."""
+        deadline = time.monotonic() + self.engines_timeout_s
+        while not await asyncio.to_thread(self._is_stable, version):
+            if time.monotonic() >= deadline:
+                raise TimeoutWaitingError(
+                    f"waited {self.engines_timeout_s:.0f} s for the trainer to write policy version {version}",
+                    mend="see logs/latest/trainer.log",
+                )
+            await asyncio.sleep(POLL_S)
 
     def _live(self, path: Path | str, version: int) -> None:
         previous, self.version, self._path = self.version, version, path
         self.last_live = time.monotonic()
         write_json(self.run.live_version, {"version": version})
-        if previous > 0 and previous != version:
+        if previous >= 0 and previous != version:
             self.reader.close(previous, self.holder)
         self.on_live(version)
 

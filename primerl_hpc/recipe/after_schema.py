@@ -27,6 +27,8 @@ class ExportAfter(AfterJob):
     """Folder to make; must be empty or not exist yet. A relative one is seen from where you submit."""
     step: Literal["last"] | PositiveInt = "last"
     """Which policy version."""
+    merge: Bool = False
+    """Of an adapter and its base model make one model; for recipes with lora."""
 
     @field_validator("to")
     @classmethod

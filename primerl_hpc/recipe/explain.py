@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.validate import all_paths, block_at, nearest, nearest_path
+from primerl_hpc.common.validate import all_paths, block_at, is_named, nearest, nearest_path
 from primerl_hpc.recipe.load import LoadedRecipe
 
 
@@ -84,7 +84,8 @@ def explain(root: type[BaseModel], key: str, loaded: LoadedRecipe | None = None)
     name = path[-1] if path else ""
     blocks = _owners(root, path[:-1], name) if path else []
     if not blocks:
-        near = nearest(key, all_paths(root)) or nearest_path(root, name)
+        near, everywhere = nearest(key, all_paths(root)), nearest_path(root, name)
+        near = everywhere if near is None or is_named(everywhere, name) else near
         known = (
             f"did you mean '{near}'?" if near else f"known here: {', '.join((owner or root).model_fields)}"
         )

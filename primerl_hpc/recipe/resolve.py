@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.recipe.evaluation_schema import Evaluation
@@ -100,6 +100,12 @@ def _resolve_evaluation(evaluation: Evaluation, document: Document, folder: Path
             f"{weights} has no weights of step {missing[0]}",
             place=place,
             mend=f"there are those of {there}; weights.keep_last and weights.interval say which a run keeps",
+        )
+    if versions and (weights / f"step_{versions[-1]}" / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{weights} holds adapters, and an evaluation needs whole models",
+            place=place,
+            mend="primerl-hpc export --merge makes a model of one",
         )
     return evaluation.model_copy(update={"weights": str(weights)})
 

@@ -33,6 +33,7 @@ from primerl_hpc.recipe.training_schema import (
     Checkpoint,
     Constant,
     DPPOLoss,
+    LoRA,
     Loss,
     Optimizer,
     Scheduler,
@@ -40,6 +41,8 @@ from primerl_hpc.recipe.training_schema import (
     Warmup,
     Weights,
 )
+
+MAX_SERVED_RANK = 512  # vLLM 0.31's largest --max-lora-rank
 
 
 class Renderer(Block):
@@ -199,6 +202,8 @@ class Recipe(Block):
     loss: Loss = DPPOLoss()
     optimizer: Optimizer = AdamW()
     scheduler: Scheduler = Constant()
+    lora: LoRA | None = None
+    """kinds rl and sft: train adapters in place of the model's weights."""
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     sft: SFT | None = None
@@ -275,10 +280,41 @@ class Recipe(Block):
             return self
         if self.kind not in (Kind.RL, Kind.SFT):
             raise ValueError(f"after belongs to kinds rl and sft: a run of kind {self.kind} trains nothing")
+        if self.after.export is not None and self.after.export.merge and self.lora is None:
+            raise ValueError("after.export.merge is for recipes with lora: this one trains a whole model")
         evaluation = self.after.evaluation
         if evaluation is not None and not (evaluation.environments or self.environments.eval):
             raise ValueError("after.evaluation needs environments, its own or environments.eval")
         return self
+
+    @model_validator(mode="after")
+    def _adapters_can_be_served(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.kind not in (Kind.RL, Kind.SFT):
+            raise ValueError(
+                f"lora belongs to kinds rl and sft: a run of kind {self.kind} trains no adapters"
+            )
+        if self.kind == Kind.RL and self.lora.dropout:
+            raise ValueError(
+                "lora.dropout belongs to kind sft: in rl the trainer would judge tokens by a policy that no engine sampled"
+            )
+        if self.kind == Kind.RL and self.lora.rank > MAX_SERVED_RANK:
+            raise ValueError(
+                f"lora.rank {self.lora.rank} is above {MAX_SERVED_RANK}, the most that vLLM serves"
+            )
+        if self.name == self.model.name:
+            raise ValueError(
+                f"name must differ from model.name with lora: engines serve the adapter as {self.name}"
+            )
+        if self.after is not None and self.after.evaluation is not None:
+            raise ValueError("after.evaluation needs a whole model, and a run with lora ends with an adapter")
+        return self
+
+    @property
+    def policy_name(self) -> str:
+        """What engines call the policy: the model, or the adapter of a run that trains one."""
+        return self.name if self.lora is not None else self.model.name
 
     @property
     def max_model_len(self) -> int:
@@ -291,7 +327,10 @@ class Recipe(Block):
         return self.max_steps
 
     def for_warmup(self) -> Recipe:
-        """The warm-up phase as an sft recipe of its own: same model, its own data, steps and optimizer."""
+        """The warm-up phase as an sft recipe of its own: same model, its own data, steps and optimizer.
+
+        It trains all weights: policy v0 is a whole model, on which an RL phase may train adapters.
+        """
         assert self.warmup is not None
         return self.model_copy(
             update={
@@ -302,6 +341,7 @@ class Recipe(Block):
                 "sft": self.warmup.sft,
                 "checkpoint": self.warmup.checkpoint,
                 "weights": self.weights.model_copy(update={"interval": None}),
+                "lora": None,
                 "warmup": None,
             }
         )
@@ -352,6 +392,7 @@ _OF_TRAINING: dict[str, Any] = {
     "optimizer": AdamW(),
     "scheduler": Constant(),
     "trainer": Trainer(),
+    "lora": None,
     "sft": None,
     "warmup": None,
     "checkpoint": Checkpoint(),

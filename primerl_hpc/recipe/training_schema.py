@@ -193,6 +193,19 @@ class Trainer(Block):
         return self
 
 
+class LoRA(Block):
+    """Train low-rank adapters, W + alpha/rank · B A (arXiv 2106.09685), and leave the model's own weights as they are."""
+
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's product is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that training leaves out at random; kind sft only."""
+    target_modules: Auto | Annotated[tuple[str, ...], Field(min_length=1)] = "auto"
+    """What gets an adapter, by the ends of module names: ``[q_proj, v_proj, mlp.experts]``; ``auto``: every linear layer of the decoder's blocks, and fused experts."""
+
+
 class Fork(Block):
     """Start from a checkpoint of another run. Its files are linked (or copied) into the new run when it is submitted."""
 
@@ -258,6 +271,7 @@ __all__ = [
     "GSPOLoss",
     "IPOLoss",
     "Linear",
+    "LoRA",
     "Loss",
     "Muon",
     "Optimizer",

@@ -76,7 +76,7 @@ def serve(role: RoleProcess) -> None:
         keeper = Keeper(role, f"http://{host}:{port}", child)
         keeper.wait_until_it_answers(stop)
         if not stop.is_set():
-            publish_endpoint(role.run, role.process, keeper.url, model=role.recipe.model.name)
+            publish_endpoint(role.run, role.process, keeper.url, model=role.recipe.policy_name)
             role.logger.info("router at %s", keeper.url)
         while not stop.wait(POLL_S):
             keeper.check_child()

@@ -30,6 +30,12 @@ SIDE = "trainer"
 log = logging.getLogger("primerl_hpc.trainer")
 
 
+def adapter_state(core: Core) -> dict[str, Any] | None:
+    """What adapters of the recipe must have in common with those of a checkpoint; None without."""
+    lora = core.recipe.lora
+    return None if lora is None else lora.model_dump(mode="json", exclude={"dropout"})
+
+
 def checkpoint_state(core: Core, step: int, progress: dict[str, Any] | None) -> dict[str, Any]:
     """What of a checkpoint is not a tensor."""
     weights_only = core.recipe.checkpoint.weights_only
@@ -37,6 +43,7 @@ def checkpoint_state(core: Core, step: int, progress: dict[str, Any] | None) -> 
         "schema_version": SCHEMA_VERSION,
         "step": step,
         "world_size": core.world.size,
+        "lora": adapter_state(core),
         "optimizer": core.recipe.optimizer.type,
         "optimizer_kinds": [] if weights_only else state_kinds(core.optimizer),
         "optimizer_updates": 0 if weights_only else num_updates(core.optimizer),
@@ -47,8 +54,14 @@ def checkpoint_state(core: Core, step: int, progress: dict[str, Any] | None) -> 
 
 
 def checkpoint_tensors(core: Core) -> dict[str, Tensor]:
-    """Weights, and the optimizer's state unless ``checkpoint.weights_only``, by name."""
-    weights = {f"model.{name}": value.detach() for name, value in core.policy.tensors()}
+    """Weights, and the optimizer's state unless ``checkpoint.weights_only``, by name.
+
+    Of a run that trains adapters these are all: the model's own weights are in its folder, as ever.
+    """
+    if core.recipe.lora is None:
+        weights = {f"model.{name}": value.detach() for name, value in core.policy.tensors()}
+    else:
+        weights = {f"adapter.{name}": value.detach() for name, value in core.policy.adapters()}
     if core.recipe.checkpoint.weights_only:
         return weights
     return weights | state_tensors(core.optimizer, core.names)
@@ -66,6 +79,11 @@ def load_checkpoint(run: RunDir, core: Core, step: int) -> dict[str, Any]:
     if state["schema_version"] != SCHEMA_VERSION:
         raise DataError(
             f"checkpoint of schema version {state['schema_version']}, this trainer reads {SCHEMA_VERSION}",
+            place=str(side),
+        )
+    if (theirs := state.get("lora")) != (ours := adapter_state(core)):
+        raise DataError(
+            f"checkpoint is of {_adapters_in_words(theirs)}, the recipe asks for {_adapters_in_words(ours)}",
             place=str(side),
         )
     kinds = [] if "optimizer" in skipped else state["optimizer_kinds"]
@@ -86,6 +104,14 @@ def load_checkpoint(run: RunDir, core: Core, step: int) -> dict[str, Any]:
     core.num_tokens = 0 if "progress" in skipped else state["num_tokens"]
     core.schedule_start = step if "scheduler" in skipped else state["schedule_start"]
     return {} if "data" in skipped else state["progress"]
+
+
+def _adapters_in_words(lora: dict[str, Any] | None) -> str:
+    if lora is None:
+        return "all weights"
+    targets = lora["target_modules"]
+    where = "" if targets == "auto" else f" on {', '.join(targets)}"
+    return f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}{where}"
 
 
 def _cause(error: BaseException) -> str:

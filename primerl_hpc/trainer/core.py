@@ -60,7 +60,8 @@ class StepResult:
 class Core:
     recipe: Recipe
     world: World
-    folder: Path  # the base model's
+    model_path: str  # the base model's: hub id or folder
+    folder: Path  # where it lies
     policy: Policy
     optimizer: Optimizers
     flops: FlopCounter
@@ -121,6 +122,7 @@ class Core:
         counts, _, _, num_forwards = self._step_totals(rows)
         tally = Tally(metric_names([]), self.world.device, is_counted=self.world.is_counted)
         groups = stack_rows(rows, self.recipe.seq_len)
+        self.policy.eval()
         for group in groups + [[empty_row()]] * (num_forwards - len(groups)):
             self.watchdog.beat("evaluation")
             batch = make_batch(group, self.world.device)
@@ -129,6 +131,7 @@ class Core:
             )
             _, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
             tally.add("loss/ce", *extra["loss/ce"])
+        self.policy.train()
         reshard(self.policy)
         total, count = tally.reduce()["loss/ce"]
         return total / max(count, 1), int(count)
@@ -205,10 +208,11 @@ def build_core(
     folder = model_folder(model_path, world)
     policy = build_policy(recipe, folder, world, may_be_random=may_be_random)
     optimizer = build_optimizer(policy.hf, recipe)
-    names = {parameter: name for name, parameter in policy.hf.named_parameters()}
+    names = {parameter: name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad}
     core = Core(
         recipe,
         world,
+        model_path,
         folder,
         policy,
         optimizer,
@@ -218,6 +222,14 @@ def build_core(
         names=names,
     )
     size = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     gc.freeze()  # what was built stays: collections need not walk it
-    log.info("%s: %.2f M parameters on %d ranks (%s)", folder, size / 1e6, world.size, world.device.type)
+    log.info(
+        "%s: %.2f M parameters, %.2f M of them trained, on %d ranks (%s)",
+        folder,
+        size / 1e6,
+        trained / 1e6,
+        world.size,
+        world.device.type,
+    )
     return core

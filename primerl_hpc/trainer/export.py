@@ -1,12 +1,14 @@
 """Policy versions as HF folders: every layer is gathered in turn, ranks share the writing.
 
 Memory is bounded by one layer per rank. Fused experts are written under their per-expert names, as engines expect.
+A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +17,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from primerl_hpc.common.files import write_json
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.recipe.training_schema import LoRA
+from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.model import Policy
 from primerl_hpc.trainer.setup import World
-from primerl_hpc.transport.weights_filesystem import WeightWriter
+from primerl_hpc.transport.weights_filesystem import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    WeightWriter,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def publish_policy(run: RunDir, core: Core, version: int) -> None:
+    """Write ``weights/step_<version>``: the model, or its adapters where only they are trained. Collective."""
+    recipe = core.recipe
+    if recipe.lora is None:
+        export_weights(
+            run, core.policy, version, model_folder=core.folder, dtype=recipe.model.dtype, world=core.world
+        )
+    else:
+        export_adapters(
+            run,
+            core.policy,
+            version,
+            config=adapter_config(recipe.lora, core.model_path),
+            dtype=recipe.model.dtype,
+            world=core.world,
+        )
 
 
 @torch.no_grad()
@@ -61,7 +89,8 @@ def export_weights(
         everything = {name: file for each, _, _ in gathered for name, file in each.items()}
         all_entries = [entry for _, each, _ in gathered for entry in each]
         all_entries += writer.copy_model_files(model_folder, dtype=dtype)
-        writer.commit(everything, all_entries, total_bytes=sum(each for _, _, each in gathered))
+        all_entries.append(writer.write_index(everything, total_bytes=sum(each for _, _, each in gathered)))
+        writer.commit(all_entries)
 
 
 def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:
@@ -71,3 +100,62 @@ def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:
         match = _LAYER.search(name)
         groups.setdefault(match[1] if match else "rest", []).append((name, value))
     return list(groups.values())
+
+
+@torch.no_grad()
+def export_adapters(
+    run: RunDir, policy: Policy, version: int, *, config: dict[str, Any], dtype: str, world: World
+) -> None:
+    """Write ``weights/step_<version>`` with adapters alone. Collective, like `export_weights`.
+
+    ``config``: what ``adapter_config.json`` says besides the names of what is adapted.
+    """
+    sides: dict[str, dict[str, Tensor]] = {"lora_A": {}, "lora_B": {}}
+    for name, value in policy.adapters():
+        whole = value.to(world.device)
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole  # collective
+        if world.is_leader:
+            base, side = base_name(name)
+            is_two_in_one = side == "lora_A" and base.endswith("gate_up_proj")
+            whole = torch.cat([whole, whole], 1) if is_two_in_one else whole  # each half is gate's, and up's
+            sides[side][base] = whole.detach().to(device="cpu", dtype=DTYPES[dtype])
+    if world.is_leader:
+        tensors = {
+            f"{ADAPTER_PREFIX}{name.removesuffix('weight')}{side}.weight": value.contiguous()
+            for side, part in sides.items()
+            for name, value in revert_weight_conversion(policy.hf, part).items()
+        }
+        modules = {name.split(".")[-3] for name in tensors}
+        writer = WeightWriter(run, version)
+        writer.begin()
+        save_file(tensors, writer.temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_json(writer.temporary / ADAPTER_CONFIG, config | {"target_modules": sorted(modules)})
+        names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+        writer.commit([writer.finish_file(writer.temporary / name) for name in names])
+    dist.barrier()
+
+
+def base_name(name: str) -> tuple[str, str]:
+    """``q_proj.lora_A`` → (``q_proj.weight``, ``lora_A``); ``experts.down_proj_lora_B`` → (``experts.down_proj``, ``lora_B``)."""
+    side = name[-len("lora_A") :]
+    of_experts = name.removesuffix(f"_{side}")
+    return (of_experts if of_experts != name else f"{name.removesuffix(side)}weight"), side
+
+
+def adapter_config(lora: LoRA, base_model: str) -> dict[str, Any]:
+    """PEFT's LoraConfig."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }

@@ -44,7 +44,8 @@ class ChunkedLogprob(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, temperatures, log_sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        is_trained = ctx.needs_input_grad[1]  # not with adapters alone
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             temperature = temperatures[part, None]
@@ -53,8 +54,12 @@ class ChunkedLogprob(torch.autograd.Function):
             grad_logits.scatter_add_(-1, targets[part, None], grad[part, None].float())
             grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
+            if grad_weight is None:
+                continue
             if hidden.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.t(), hidden[part])
             else:
                 grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

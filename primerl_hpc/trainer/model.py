@@ -23,6 +23,7 @@ from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import Trainer
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
 from primerl_hpc.trainer.load import fill_with_noise, has_weights, load_weights
+from primerl_hpc.trainer.lora import attach_adapters, init_adapters, is_adapter, shrink_frozen
 from primerl_hpc.trainer.memory import allocate, offload_policy, save_activations
 from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
@@ -30,6 +31,8 @@ from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, sha
 from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
 
 log = logging.getLogger("primerl_hpc.trainer")
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Up to this size of all float32 gradients, they stay whole until the last micro-batch and are reduced once."""
@@ -78,13 +81,17 @@ class Policy(nn.Module):
         return logprobs, entropies.detach()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by their HF names; tied ones once."""
+        """Parameters and persistent buffers of the model itself by their HF names; tied ones once."""
         parameters = dict(self.hf.named_parameters())
-        yield from parameters.items()
+        yield from ((name, value) for name, value in parameters.items() if not is_adapter(name))
         tied = set(self.hf.all_tied_weights_keys) if hasattr(self.hf, "all_tied_weights_keys") else set()
         for name, value in self.hf.state_dict().items():
             if name not in parameters and name not in tied:
                 yield name, value
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of adapters, by the names of what they adapt; see `lora`."""
+        return ((name, value) for name, value in self.hf.named_parameters() if is_adapter(name))
 
 
 def model_folder(model_path: str, world: World) -> Path:
@@ -95,7 +102,9 @@ def model_folder(model_path: str, world: World) -> Path:
     path = Path(model_path)
     if path.is_absolute() or path.is_dir():
         if not (path / "config.json").is_file():
-            raise DataError("not a model folder: config.json is missing", place=str(path))
+            is_adapter_folder = (path / "adapter_config.json").is_file()
+            mend = "primerl-hpc export --merge makes a model of an adapter" if is_adapter_folder else ""
+            raise DataError("not a model folder: config.json is missing", place=str(path), mend=mend)
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -113,7 +122,7 @@ def model_folder(model_path: str, world: World) -> Path:
 
 
 def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: bool = False) -> Policy:
-    """Meta init, checkpointing, compile, FSDP2, load. Weights are float32; see `Trainer.param_dtype`."""
+    """Meta init, adapters, checkpointing, compile, FSDP2, load. What is trained is float32; see `Trainer.param_dtype`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     register_attention()
     with torch.device("meta"):
@@ -126,8 +135,11 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     check_head(hf, recipe.model.name)
     check_layers(config.get_text_config(), recipe.model.name)
     hf.train()
-    experts = spread(hf, recipe, world)
     blocks = decoder_blocks(hf)
+    if recipe.lora is not None:
+        attach_adapters(hf, blocks, recipe.lora)
+        shrink_frozen(hf, DTYPES[recipe.trainer.param_dtype])
+    experts = spread(hf, recipe, world)
     save_activations(hf, blocks, recipe.trainer)
     if recipe.trainer.compile:
         for block in blocks:
@@ -145,6 +157,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
         fill_with_noise(policy)
     else:
         load_weights(policy, folder)
+    init_adapters(hf, recipe.seed)
     return policy
 
 
@@ -165,10 +178,9 @@ def shard(
     policy: Policy, blocks: list[nn.Module], experts: DeviceMesh | None, config: Trainer, world: World
 ) -> None:
     """FSDP: one group of weights per block, one more per block for experts with a mesh of their own, and the rest."""
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     precision = MixedPrecisionPolicy(
-        param_dtype=dtypes[config.param_dtype],
-        reduce_dtype=dtypes[config.reduce_dtype],
+        param_dtype=DTYPES[config.param_dtype],
+        reduce_dtype=DTYPES[config.reduce_dtype],
         cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
     )
     offload, reshard = offload_policy(config), config.reshard_after_forward
@@ -262,7 +274,8 @@ def fsdp_modules(policy: Policy) -> list[FSDPModule]:
 
 
 def is_small(policy: Policy) -> bool:
-    return 4 * sum(parameter.numel() for parameter in policy.parameters()) <= UNSHARDED_GRAD_BYTES
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    return 4 * trained <= UNSHARDED_GRAD_BYTES
 
 
 def set_gradient_sync(policy: Policy, *, is_last: bool, small: bool) -> None:

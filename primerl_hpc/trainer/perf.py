@@ -45,7 +45,8 @@ def peak_flops_of(name: str) -> float | None:
 
 
 class FlopCounter:
-    """FLOP of forward and backward: 6 per active matmul weight and token, and attention within each sample.
+    """FLOP of forward and backward: 6 per active matmul weight and token, 4 where it is frozen, and attention within
+    each sample.
 
     Attention of one layer: QKᵀ and PV are 2·2·heads·head_dim·len² forward, half of it causal, thrice with backward:
     6·heads·head_dim·len². Embedding look-ups cost none; of the experts only those chosen per token count.
@@ -55,7 +56,7 @@ class FlopCounter:
         config = policy.hf.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim
-        self.dense = 6.0 * active_matmul_weights(policy)
+        self.dense = matmul_flops(policy)
         self.naive_attention = 12 * config.num_hidden_layers * config.hidden_size
 
     def __call__(self, rows: list[MicroBatch]) -> float:
@@ -70,7 +71,8 @@ class FlopCounter:
         return (self.dense + self.naive_attention * seq_len) * num_tokens
 
 
-def active_matmul_weights(policy: Policy) -> float:
+def matmul_flops(policy: Policy) -> float:
+    """Per token: 2 forward, 2 for the input's gradient, 2 for the weight's own."""
     config = policy.hf.config.get_text_config()
     experts = next(
         (
@@ -82,11 +84,12 @@ def active_matmul_weights(policy: Policy) -> float:
     )
     share = config.num_experts_per_tok / experts if experts else 1.0
     head = policy.hf.get_output_embeddings().weight
-    total = float(head.numel())
+    total = float(head.numel()) * (6 if head.requires_grad else 4)
     for name, parameter in policy.hf.named_parameters():
         if parameter.ndim < 2 or "embed_tokens" in name or parameter is head:
             continue
-        total += parameter.numel() * (share if ".experts." in name else 1.0)
+        active = share if ".experts." in name else 1.0
+        total += parameter.numel() * active * (6 if parameter.requires_grad else 4)
     return total
 
 

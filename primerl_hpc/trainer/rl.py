@@ -21,7 +21,7 @@ from primerl_hpc.trainer.checkpoint import (
 )
 from primerl_hpc.trainer.control import Next, Requests, grant_checkpoint, read_requests, wait_for_batch
 from primerl_hpc.trainer.core import Core, StepResult, build_core
-from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.export import publish_policy
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.watchdog import Watchdog
@@ -62,7 +62,7 @@ def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str,
         result, load_s = train_batch(core, receiver, step)
         timings = {"time/wait_for_batch": waited_s, "time/load_data": load_s}
         watchdog.beat(f"step {step}, writing its weights")
-        timings["time/broadcast_weights"] = timed(publish, run, core, step)
+        timings["time/broadcast_weights"] = timed(publish_policy, run, core, step)
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")
@@ -81,14 +81,19 @@ def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str,
 
 
 def resume(run: RunDir, core: Core) -> int:
-    """Load the newest complete checkpoint, if any; its policy version is written again if it is gone."""
+    """Load the newest complete checkpoint, if any; its policy version is written again if it is gone.
+
+    With adapters v0 is a policy version to write as well: the engines know the policy by the adapter's name only.
+    """
     step = from_leader(run.latest_checkpoint() if core.world.is_leader else None)
-    if step is None:
+    if step is not None:
+        load_checkpoint(run, core, step)
+        log.info("resumed from checkpoint %d", step)
+    elif core.recipe.lora is None:
         return 0
-    load_checkpoint(run, core, step)
-    log.info("resumed from checkpoint %d", step)
+    step = step or 0
     if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
-        publish(run, core, step)
+        publish_policy(run, core, step)
     return step
 
 
@@ -100,12 +105,6 @@ def train_batch(core: Core, receiver: FilesystemReceiver, step: int) -> tuple[St
     info, rows = received
     load_s = time.perf_counter() - started
     return core.train_step(step, rows, info.env_names), load_s
-
-
-def publish(run: RunDir, core: Core, step: int) -> None:
-    export_weights(
-        run, core.policy, step, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world
-    )
 
 
 def clean_up(run: RunDir, core: Core, receiver: FilesystemReceiver, step: int) -> None:

@@ -18,7 +18,7 @@ from primerl_hpc.recipe.sft_tables import Chain, Rows, open_rows
 from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints
 from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
 from primerl_hpc.trainer.core import Core, build_core
-from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.export import publish_policy
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.sft_data import SFTStream, all_rows
@@ -119,9 +119,7 @@ def train_steps(
 def publish(run: RunDir, core: Core, step: int) -> None:
     """The weights as they are, as ``weights/step_<step>``, unless an earlier life wrote them."""
     if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
-        export_weights(
-            run, core.policy, step, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world
-        )
+        publish_policy(run, core, step)
 
 
 def load_tokenizer(recipe: Recipe, folder: Path):

@@ -1,12 +1,15 @@
 """Weights through the run directory: ``weights/step_N/``, an HF model folder with ``manifest.json`` and ``STABLE``.
 
+Of a run that trains adapters it holds these alone, in PEFT's format.
+
 The trainer's ranks fill one temporary folder together; its leader then commits it:
 
     writer = WeightWriter(run, version=3)
     writer.begin()                                          # leader, then a barrier
     save_file(tensors, writer.shard_path(2, of=5))          # whoever owns shard 2
     entry = writer.finish_file(writer.shard_path(2, of=5))  # fsync, size, CRC-32
-    writer.commit(weight_map, entries, total_bytes)         # leader, after a barrier
+    entries.append(writer.write_index(weight_map, total_bytes=…))
+    writer.commit(entries)                                  # leader, after a barrier
 
 An engine opens a version, which is checked and leased, and closes it when the weights are in memory.
 """
@@ -28,6 +31,8 @@ from primerl_hpc.common.rundir import STABLE, RunDir
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # PEFT's, before the base model's own names
 LAG_S = 30.0  # how long a network filesystem may hide a file, or show an old size, behind the marker
 POLL_S = 0.2
 
@@ -73,12 +78,16 @@ class WeightWriter:
             entries.append(self.finish_file(target))
         return entries
 
-    def commit(self, weight_map: dict[str, str], entries: list[dict[str, Any]], *, total_bytes: int) -> Path:
-        """Write index and manifest, rename the folder, mark it stable. ``weight_map``: tensor name → file name."""
+    def write_index(self, weight_map: dict[str, str], *, total_bytes: int) -> dict[str, Any]:
+        """``weight_map``: tensor name → file name. Returns the index's own manifest entry."""
         index = self.temporary / INDEX
         content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(index, content)
-        files = sorted([*entries, self.finish_file(index)], key=lambda entry: entry["name"])
+        return self.finish_file(index)
+
+    def commit(self, entries: list[dict[str, Any]]) -> Path:
+        """Write the manifest, rename the folder, mark it stable."""
+        files = sorted(entries, key=lambda entry: entry["name"])
         manifest = {"manifest_version": MANIFEST_VERSION, "policy_version": self.version, "files": files}
         write_json(self.temporary / MANIFEST, manifest)
         fsync_dir(self.temporary)

@@ -34,7 +34,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.checkpoint import load_checkpoint
 from primerl_hpc.trainer.core import build_core
-from primerl_hpc.trainer.export import export_weights
+from primerl_hpc.trainer.export import publish_policy
 from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.watchdog import Watchdog
@@ -51,6 +51,7 @@ class Case(TypedDict, total=False):
     layout: dict[str, Any]  # layout.trainer
     trainer: dict[str, Any]
     loss: dict[str, Any]
+    lora: dict[str, Any]
     seq_len: int  # 4096: every row is a forward of its own
     is_supervised: bool
     is_large: bool  # as if gradients were too large to stay whole
@@ -83,6 +84,7 @@ def recipe_of(case: Case) -> Recipe:
             "optimizer": {"type": "sgd", "lr": 0.5, "max_norm": 1.0},
             "layout": {"trainer": case.get("layout", {})},
             "loss": case.get("loss", {"type": "dppo"}),
+            "lora": case.get("lora"),
             "trainer": {"param_dtype": "float32", "activation_checkpointing": "none"}
             | case.get("trainer", {}),
         }
@@ -136,7 +138,9 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
 
     def keep_first_gradients(*_) -> None:
         if not gradients:
-            named = core.policy.hf.named_parameters()
+            named = [
+                (name, each) for name, each in core.policy.hf.named_parameters() if each.grad is not None
+            ]
             gradients.update({f"gradient.{name}": whole(each.grad) for name, each in named})
 
     core.optimizer.parts[0].register_step_pre_hook(keep_first_gradients)
@@ -162,7 +166,7 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
     weights = {f"weight.{name}": whole(value) for name, value in core.policy.hf.named_parameters()}
     if case.get("is_exported"):
         run = RunDir(folder / f"{case['name']}-run")
-        export_weights(run, core.policy, 3, model_folder=core.folder, dtype="float32", world=world)
+        publish_policy(run, core, 3)
     if world.is_leader:
         save_file(gradients | weights, folder / f"{case['name']}.safetensors")
         report = {

@@ -20,6 +20,9 @@ from torch import Tensor  # noqa: E402
 
 from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
+from primerl_hpc.common.rundir import RunDir  # noqa: E402
+from primerl_hpc.launch.merge import merge_adapter  # noqa: E402
+from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E402
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
@@ -30,6 +33,9 @@ pytestmark = pytest.mark.e2e
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
 REFERENCE = {f"{family}-1": {"model": family, "ranks": 1, "is_supervised": True} for family in FAMILIES}
 ONE_BY_ONE = {"seq_len": 4096}
+LORA = {
+    "lora": {"rank": 8, "alpha": 12.0}, "model": "qwen3_moe", "is_supervised": True, "reference": "lora-1",
+}  # fmt: skip
 
 # fmt: off
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -102,6 +108,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
     },
     "expert-8": {"model": "qwen3_moe", "ranks": 8, "layout": {"expert_parallel": 8}, "is_exported": True},
+    # adapters
+    "lora-shard-2": {**LORA, "ranks": 2, "layout": {"expert_parallel": 1}, "is_exported": True},
+    "lora-ulysses-2-expert-2": {**LORA, "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}},
+    "lora-expert-2": {**LORA, "ranks": 2, "layout": {"expert_parallel": 2}, "save_to": "saved-adapters"},
+    "lora-replicate-2-expert-2": {
+        **LORA, "ranks": 4, "layout": {"replicate": 2, "expert_parallel": 2},
+        "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
+    },
+    "lora-resumed": {**LORA, "ranks": 4, "layout": {"expert_parallel": 4}, "resume_from": "saved-adapters"},
+    "lora-dense-2": {
+        "model": "qwen3", "ranks": 2, "is_supervised": True, "reference": "lora-dense-1", "is_exported": True,
+        "lora": {"rank": 3, "target_modules": ["q_proj", "mlp.down_proj"]},
+    },
+    "lora-nowhere": {"model": "qwen3", "ranks": 2, "lora": {"target_modules": ["q_proj", "qkv"]}},
+    "lora-odd-rank": {**LORA, "ranks": 2, "lora": {"rank": 12}},
+    "lora-fused-files": {"model": "gpt_oss", "ranks": 2, "lora": {}},
+    "lora-of-another-rank": {**LORA, "ranks": 4, "lora": {"rank": 16}, "resume_from": "saved-adapters"},
+    "whole-from-adapters": {"model": "qwen3_moe", "ranks": 4, "resume_from": "saved-adapters"},
     # accumulation and gathers
     "small": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True},
     "large": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True, "is_large": True},
@@ -124,11 +148,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 REFUSED = {
+    "lora-nowhere": "lora.target_modules names qkv, which no block of Qwen3ForCausalLM has",
+    "lora-odd-rank": "lora.rank 12 is no multiple of 8",
+    "lora-fused-files": "hold all experts in one tensor",
+    "lora-of-another-rank": "of adapters of rank 8, alpha 12, the recipe asks for adapters of rank 16, alpha 32",
+    "whole-from-adapters": "of adapters of rank 8, alpha 12, the recipe asks for all weights",
     "expert-3-of-8": "expert_parallel 3 does not divide the model's 8 experts",
     "absent-deepep": "DeepEP is not installed here",
     "no-experts": "expert_parallel is 2, but the model has no experts",
     "ulysses-3-of-4-heads": "4 attention heads and 2 key-value heads must be shared out among 3 ranks",
 }
+EXPORTED = [name for name, case in LAYOUTS.items() if case.get("is_exported")]
+ADAPTERS = [name for name in EXPORTED if "lora" in LAYOUTS[name]]
 
 
 @dataclass
@@ -150,6 +181,9 @@ def cases(folder: Path) -> list[Case]:
     for family in FAMILIES:
         named[f"{family}-rl"] = {"model": family, "ranks": 1}
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
+    named["lora-1"] = {**LORA, "ranks": 1}
+    named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
+    named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}
     is_last = [name for name, case in LAYOUTS.items() if case["ranks"] == 1]
     for name in sorted(LAYOUTS, key=lambda name: (name in is_last, LAYOUTS[name]["ranks"])):
         named[name] = LAYOUTS[name]
@@ -206,15 +240,10 @@ def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(result
     assert REFUSED[name] in results.report(name)["refused"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_as_plain_transformers_does(results, family):
-    """Cross-entropy of unpacked samples through the unsharded model, by transformers alone."""
-    from transformers import AutoModelForCausalLM
-
-    attention = "eager" if family == "gpt_oss" else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(results.folder / family, attn_implementation=attention)
+def plain_loss(model, step: int) -> Tensor:
+    """Mean cross-entropy of the supervised rows of ``step``, sample by sample."""
     total, count = torch.zeros(()), 0
-    for row in batch(1, REFERENCE[f"{family}-1"]):
+    for row in batch(step, {"is_supervised": True}):
         start = 0
         for length in row.sample_lengths.tolist():
             ids = torch.from_numpy(row.input_ids[start : start + length])
@@ -223,7 +252,17 @@ def test_a_family_trains_as_plain_transformers_does(results, family):
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
             total, count = total - logprobs[is_trained].sum(), count + int(is_trained.sum())
             start += length
-    loss = total / count
+    return total / count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_as_plain_transformers_does(results, family):
+    """Cross-entropy of unpacked samples through the unsharded model, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(results.folder / family, attn_implementation=attention)
+    loss = plain_loss(model, 1)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert results.report(f"{family}-1")["steps"][0]["loss/mean"] == pytest.approx(loss.item(), rel=1e-5)
@@ -233,11 +272,9 @@ def test_a_family_trains_as_plain_transformers_does(results, family):
         assert difference <= 1e-5 * parameter.grad.norm(), name
 
 
-@pytest.mark.parametrize("name", [name for name, case in LAYOUTS.items() if case.get("is_exported")])
+@pytest.mark.parametrize("name", [name for name in EXPORTED if name not in ADAPTERS])
 def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results, name):
     from transformers import AutoModelForCausalLM
-
-    from primerl_hpc.common.rundir import RunDir
 
     folder = RunDir(results.folder / f"{name}-run").weights_step(3)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -247,6 +284,74 @@ def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results
     tensors = results.tensors(name)
     for key, value in model.named_parameters():
         assert torch.equal(value, tensors[f"weight.{key}"]), key
+
+
+@pytest.mark.parametrize("name", ["lora-1", "lora-dense-1"])
+def test_of_a_policy_with_adapters_these_alone_are_trained(results, name):
+    tensors = results.tensors(name)
+    trained = {key.removeprefix("gradient.") for key in tensors if key.startswith("gradient.")}
+    assert trained and all(key.endswith(("lora_A", "lora_B")) for key in trained)
+    base = load_model(results.folder / {"lora-1": "qwen3_moe", "lora-dense-1": "qwen3"}[name])
+    for key, value in base.named_parameters():
+        assert torch.equal(tensors[f"weight.{key}"], value), key
+    assert not any(
+        torch.equal(tensors[f"weight.{key}"], torch.zeros_like(tensors[f"weight.{key}"])) for key in trained
+    )
+
+
+def test_frozen_weights_are_kept_in_the_type_they_are_used_in(results):
+    for key, value in results.tensors("lora-half-2").items():
+        is_trained = key.endswith(("lora_A", "lora_B"))
+        assert value.dtype == (torch.float32 if is_trained else torch.bfloat16), key
+    losses, expected = (
+        [step["loss/mean"] for step in results.report(name)["steps"][:3]]
+        for name in ("lora-half-2", "lora-1")
+    )
+    assert losses == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_merged_into_their_base_are_the_trained_policy(results, name, tmp_path):
+    """Weight for weight to 1e-6, and the same log-probabilities by transformers alone."""
+    base, adapter, lora = exported_adapter(results, name)
+    merge_adapter(base, adapter, tmp_path, version=3)
+    verify_checksums(tmp_path)
+    model, tensors = load_model(tmp_path), results.tensors(name)
+    scale = lora.get("alpha", 32.0) / lora["rank"]
+    for key, value in model.named_parameters():
+        pair = [tensors.get(f"weight.{key.removesuffix('weight')}{side}") for side in ("lora_A", "lora_B")]
+        if key.endswith("_proj"):  # fused experts
+            pair = [tensors[f"weight.{key}_{side}"] for side in ("lora_A", "lora_B")]
+        expected = tensors[f"weight.{key}"]
+        if pair[0] is not None:
+            expected = expected + scale * pair[1] @ pair[0]
+        assert (value - expected).abs().max() <= 1e-6, key
+    with torch.no_grad():
+        loss = plain_loss(model, 9).item()
+    assert results.report(name)["steps"][-1]["val/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_loads_an_adapter_as_the_trained_policy(results, name):
+    peft = pytest.importorskip("peft")
+    base, adapter, _ = exported_adapter(results, name)
+    model = peft.PeftModel.from_pretrained(load_model(base), adapter)
+    with torch.no_grad():
+        loss = plain_loss(model, 9).item()
+    assert results.report(name)["steps"][-1]["val/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def exported_adapter(results: Results, name: str) -> tuple[Path, Path, dict[str, Any]]:
+    """Base model, adapter, and what the recipe said."""
+    case = LAYOUTS[name]
+    adapter = RunDir(results.folder / f"{name}-run").weights_step(3)
+    return results.folder / case["model"], adapter, case["lora"]
+
+
+def load_model(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("name", ["shard-2", "expert-8", "auto-3"])

@@ -71,6 +71,7 @@ def test_a_hostile_folder_name_stays_one_word(folder: Path) -> None:  # noqa: F8
     [
         (f"{ROOM}after: {{evaluation: {{}}}}\n", ExitCode.CONFIG, "after.evaluation needs environments"),
         ("after: {export: {}}\n", ExitCode.CONFIG, "after.export.to"),
+        ("after: {export: {to: x, merge: true}}\n", ExitCode.CONFIG, "for recipes with lora"),
         ("after: {export: {to: model}}\n", ExitCode.OCCUPIED, "overwrites nothing"),
         ("after: {export: {to: x, profile: {scheduler: {tme: 1}}}}\n", ExitCode.CONFIG, "tme"),
         (AFTER.replace("%s", "x").replace("12", "64"), ExitCode.CONFIG, "leaves no room for a prompt"),

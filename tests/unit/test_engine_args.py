@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,32 @@ def test_logprobs_are_of_the_scaled_distribution_and_sampling_has_no_hidden_defa
     assert found["generation-config"] == "vllm"
 
 
+def test_engines_of_a_run_with_adapters_take_one_under_the_runs_name() -> None:
+    asked = recipe(
+        kind="rl", max_steps=1, environments={"train": [{"id": "reverse-text"}]}, lora={"rank": 17}
+    )
+    found = flags(engine_args(asked, model_path="org/model", accelerator="cpu"))
+    assert (found["enable-lora"], found["max-lora-rank"], found["max-loras"]) == (True, "32", "1")
+    assert (found["served-model-name"], asked.policy_name) == ("org/model", "r")
+    assert "enable-lora" not in flags(engine_args(recipe(), model_path="m", accelerator="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "accelerator"), [("qwen3", "cpu"), ("qwen3_moe", "gpu"), ("qwen3_moe", "cpu")]
+)
+def test_adapters_on_a_mixture_of_experts_are_refused_on_cpus(
+    tmp_path: Path, family: str, accelerator: str
+) -> None:
+    from primerl_hpc.inference.server import check_adapters
+
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
+    asked = recipe(kind="rl", max_steps=1, environments={"train": [{"id": "reverse-text"}]}, lora={"rank": 8})
+    if (family, accelerator) != ("qwen3_moe", "cpu"):
+        return check_adapters(asked, str(tmp_path), accelerator)
+    with pytest.raises(ConfigError, match="serves no adapters on a mixture of experts"):
+        check_adapters(asked, str(tmp_path), accelerator)
+
+
 def test_extra_arguments_pass_through_and_win() -> None:
     extra = {"max-num-seqs": 64, "enable_prefix_caching": False, "--quantization": "fp8"}
     found = flags(engine_args(recipe(inference={"extra_args": extra}), model_path="m", accelerator="gpu"))
@@ -78,7 +105,7 @@ def test_extra_arguments_pass_through_and_win() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["port", "--api-key", "served_model_name", "worker-extension-cls", "middleware"]
+    "name", ["port", "--api-key", "served_model_name", "worker-extension-cls", "middleware", "enable_lora"]
 )
 def test_extra_arguments_may_not_touch_what_the_run_decides(name: str) -> None:
     with pytest.raises(ConfigError, match="may not set"):

@@ -182,6 +182,12 @@ def test_bad_requests_are_one_sentence_and_leave_nothing(
     assert tree(trained.root.parent) == before
 
 
+def test_weights_that_are_adapters_are_not_evaluated(trained: RunDir) -> None:
+    (trained.weights_step(20) / "adapter_config.json").write_text("{}")
+    done = primerl("eval", "run")
+    assert isinstance(done.exception, ConfigError) and "holds adapters" in str(done.exception)
+
+
 def test_a_directory_of_other_scores_is_not_mixed_with_these(trained: RunDir) -> None:
     earlier = prepare()
     run = RunDir(Path(earlier.run_dir))

@@ -31,7 +31,8 @@ def write_version(run: RunDir, version: int, base: Path) -> None:
     shard = writer.shard_path(1, of=1)
     shard.write_bytes(f"weights {version}".encode() * 1000)
     entries = [writer.finish_file(shard), *writer.copy_model_files(base, dtype="float32")]
-    writer.commit({"w": shard.name}, entries, total_bytes=shard.stat().st_size)
+    entries.append(writer.write_index({"w": shard.name}, total_bytes=shard.stat().st_size))
+    writer.commit(entries)
 
 
 @pytest.fixture

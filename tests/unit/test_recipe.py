@@ -97,6 +97,23 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
         (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
         (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+        (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
+        (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),
+        (MINIMAL + "lora: {target_modules: []}\n", ["lora.target_modules"]),
+        (MINIMAL + "lora: {dropout: 0.1}\n", ["lora.dropout belongs to kind sft"]),
+        ("kind: inference\nname: a\nmodel: {name: m}\nlora: {}\n", ["lora belongs to kinds rl and sft"]),
+        (
+            "kind: sft\nname: m\nmodel: {name: m}\nmax_steps: 1\nsft: {data: {path: a}}\nlora: {}\n",
+            ["must differ"],
+        ),
+        (
+            MINIMAL + "after: {export: {to: x, merge: true}}\n",
+            ["after.export.merge is for recipes with lora"],
+        ),
+        (
+            MINIMAL + "lora: {}\nafter: {evaluation: {environments: [{id: reverse-text}]}}\n",
+            ["after.evaluation needs a whole model"],
+        ),
     ],
 )
 def test_a_fault_names_place_key_and_mend(tmp_path: Path, text: str, says: list[str]) -> None:

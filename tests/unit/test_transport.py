@@ -115,7 +115,7 @@ def write_version(run: RunDir, version: int) -> None:
     save_file({"w": np.full(8, version, np.float32)}, path)
     entries = [writer.finish_file(path), *writer.copy_model_files(base, dtype="float32")]
     assert not is_there(run.weights_step(version))
-    writer.commit({"w": path.name}, entries, total_bytes=32)
+    writer.commit([*entries, writer.write_index({"w": path.name}, total_bytes=32)])
 
 
 def test_a_committed_version_is_a_checked_model_folder(tmp_path):

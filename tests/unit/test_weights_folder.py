@@ -102,6 +102,18 @@ def test_an_engine_starts_from_the_newest_whole_version(tmp_path: Path) -> None:
     assert not run.has_lease(run.weights_step(2))
 
 
+def test_an_engine_of_adapters_starts_from_the_base_model_and_the_newest_of_them(tmp_path: Path) -> None:
+    from primerl_hpc.inference.server import choose_start_weights
+
+    run = RunDir(tmp_path)
+    none = choose_start_weights(run, "base", "inference-0", has_adapters=True)
+    assert (none.version, none.path, none.adapter) == (-1, "base", None)
+    for step in (0, 1):
+        (write_folder(run.weights_step(step)) / STABLE).touch()
+    chosen = choose_start_weights(run, "base", "inference-0", has_adapters=True)
+    assert (chosen.version, chosen.path, chosen.adapter) == (1, "base", run.weights_step(1))
+
+
 def test_an_engine_passes_over_a_damaged_version(tmp_path: Path) -> None:
     from primerl_hpc.inference.server import choose_start_weights
 

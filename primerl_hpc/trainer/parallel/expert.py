@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.trainer.lora_experts import forward_adapted_experts, has_adapters
 from primerl_hpc.trainer.parallel.dispatch import Dispatcher, TorchDispatcher
 
 EXPERTS_NAME = "primerl_expert_parallel"
@@ -98,9 +99,8 @@ def shard_dim(shape: list[int], ranks: int) -> int:
 def forward_experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The experts interface's function. [N, H], [N, k], [N, k] → [N, H]."""
     received = module.dispatcher.dispatch(hidden, index, weights)
-    output = grouped_mm_experts_forward(
-        LocalExperts(module), received.hidden, received.index, received.weights
-    )
+    run = forward_adapted_experts if has_adapters(module) else grouped_mm_experts_forward
+    output = run(LocalExperts(module), received.hidden, received.index, received.weights)
     return module.dispatcher.combine(output, received)
 
 

@@ -1,0 +1,71 @@
+"""Training of adapters as a user runs it: SFT that resumes, RL whose engines take each version by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.rundir import STABLE, RunDir
+from tests.e2e.runs import START_S, command, events, process_of, versions_served, wait_for_end
+from tests.e2e.test_trainer import make_run, sft_recipe
+from tests.support import make_tiny_model, run_role, wait_for
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 10
+
+
+def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
+    start: Callable[..., RunDir], work: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = start("adapters", "lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3", f"max_steps={STEPS}")
+    wait_for(lambda: 3 in versions_served(run), "policy 3 at the engine", START_S)
+    process_of(run.root, "inference-0").kill()
+    assert wait_for_end(run, 600) == RunState.DONE
+    assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
+    live = versions_served(run)
+    assert live[0] == 0 and live[-1] == STEPS
+
+    evaluations = read_steps(run.metrics("eval"))
+    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, STEPS))
+    assert after > before + 0.1, (before, after)
+    steps = read_steps(run.metrics("trainer"))
+    assert list(steps) == list(range(1, STEPS + 1))
+    assert sum(steps[step]["mismatch_kl/all/mean"] for step in steps) / STEPS <= 0.01
+
+    names = {path.name for path in run.weights_step(STEPS).iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "manifest.json", STABLE}
+    base = read_json(run.weights_step(STEPS) / "adapter_config.json")["base_model_name_or_path"]
+    command("export", str(run.root), "--to", "merged", "--merge", cwd=work)
+    merged, plain = (AutoModelForCausalLM.from_pretrained(folder) for folder in (work / "merged", base))
+    changed = {
+        name for name, value in merged.named_parameters() if not value.equal(plain.get_parameter(name))
+    }
+    assert changed == {name for name, _ in plain.named_parameters() if "_proj" in name}
+
+
+def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    tiny = make_tiny_model(tmp_path / "tiny", rows=300, hidden=64)
+    recipe = sft_recipe(tiny, max_steps=4, lora={"rank": 4, "dropout": 0.2}, checkpoint={"interval": 2})
+    run = make_run(tmp_path / "run", recipe, tiny / "model", ranks=1, role=Role.SFT)
+    adapters = []
+    for _ in range(2):
+        code, log = run_role(run, "main", "sft-0")
+        assert code == 0, log
+        adapters.append((run.weights_step(4) / "adapter_model.safetensors").read_bytes())
+        shutil.rmtree(run.weights)
+        shutil.rmtree(run.checkpoint(4))
+    assert "resumed from checkpoint 2" in log and adapters[0] == adapters[1]
+    saved = {key for path in run.checkpoint(2).rglob("*.safetensors") for key in load_file(path)}
+    assert saved and all(key.startswith(("adapter.", "optim.")) for key in saved)
+    assert all(key.endswith(("lora_A", "lora_B")) for key in saved)
