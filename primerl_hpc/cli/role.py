@@ -1,4 +1,4 @@
-"""``primerl-hpc inference|router|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
+"""``primerl-hpc inference|router|teacher|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from primerl_hpc.cli.bench import BENCHED, bench_options, refuse_without_bench, 
 _ABOUT = {
     "inference": "one vLLM engine, with its control routes",
     "router": "the router in front of the engines",
+    "teacher": "one engine of the teacher",
     "env-server": "one verifiers environment server",
     "orchestrator": "the orchestrator: rollouts, advantages, batches",
     "trainer": "the RL trainer (torchrun starts its ranks)",

@@ -277,6 +277,9 @@ class Software(Block):
     """Roles with an environment of their own: vLLM's pins and the trainer's seldom agree."""
 
     def of_role(self, role: Role) -> Environment:
+        """A teacher's engines run in the environment of the policy's, unless they have their own."""
+        if role == Role.TEACHER and role not in self.roles:
+            role = Role.INFERENCE
         return self.roles.get(role, self.default)
 
 

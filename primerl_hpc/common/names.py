@@ -18,6 +18,7 @@ class Role(StrEnum):
 
     INFERENCE = "inference"  # one vLLM replica
     ROUTER = "router"
+    TEACHER = "teacher"  # one vLLM replica of a frozen model
     ENV_SERVER = "env_server"  # one per environment of the recipe
     ORCHESTRATOR = "orchestrator"
     TRAINER = "trainer"  # one torchrun group of an RL run

@@ -69,14 +69,20 @@ def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: b
     return StartWeights(base, -1 if has_adapters else 0)
 
 
-def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str) -> None:
-    """Serve until SIGTERM. Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies."""
+def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str, *, is_frozen: bool = False) -> None:
+    """Serve until SIGTERM, a frozen model from the phase's initial weights, the policy from its newest ones.
+
+    Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies.
+    """
     num_nodes, node_rank = len(phase.process(process).nodes), env.slurm_node_rank()
     chosen: list[StartWeights] = []
 
     def choose() -> dict[str, Any]:
-        has_adapters = phase.recipe.lora is not None
-        chosen.append(choose_start_weights(run, phase.model_path, process, has_adapters=has_adapters))
+        if is_frozen:
+            chosen.append(StartWeights(phase.model_path, 0))
+        else:
+            has_adapters = phase.recipe.lora is not None
+            chosen.append(choose_start_weights(run, phase.model_path, process, has_adapters=has_adapters))
         return {"path": chosen[0].path, "version": chosen[0].version}
 
     if num_nodes == 1:

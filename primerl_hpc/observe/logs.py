@@ -33,6 +33,7 @@ _COLORS = {
     "orchestrator": "yellow",
     "inference": "cyan",
     "router": "blue",
+    "teacher": "cyan",
     "env_server": "magenta",
     "evaluator": "yellow",
     "job": "bright_black",

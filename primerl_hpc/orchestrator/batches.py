@@ -109,11 +109,11 @@ class BatchCutter:
 
     def sweep(self, min_fresh_version: int) -> None:
         """Drop queued groups whose oldest rollout is too old for the batch being collected."""
-        stale = [group for group in self._queue if group.oldest_version < min_fresh_version]
+        stale = [group for group in self._queue if group.is_stale(min_fresh_version)]
         self._tally.stale_groups += len(stale)
         self._tally.stale_rollouts += sum(len(group.rollouts) for group in stale)
         if stale:
-            self._queue = deque(group for group in self._queue if group.oldest_version >= min_fresh_version)
+            self._queue = deque(group for group in self._queue if not group.is_stale(min_fresh_version))
 
     def is_ready(self, min_fresh_version: int) -> bool:
         self.sweep(min_fresh_version)

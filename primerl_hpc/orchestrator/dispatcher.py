@@ -109,17 +109,19 @@ class Dispatcher:
         step: int = 1,
         version: int = 0,
         max_retries: int = 4,
+        frozen_envs: frozenset[int] = frozenset(),
         env_limits: dict[tuple[Split, int], int] | None = None,
         env_rates: dict[tuple[Split, int], RateLimit] | None = None,
     ) -> None:
         """``step`` is the batch being collected; ``last_step`` 0: no training. ``max_retries`` is per group.
 
+        ``frozen_envs``: training environments whose rollouts a frozen model samples, so that they never become stale.
         ``env_limits``: most rollouts in flight in an environment; ``env_rates``: most begun in a time.
         """
         self.next_task, self.group_size, self.batch_size = next_task, group_size, batch_size
         self.max_in_flight, self.max_off_policy_steps = max_in_flight, max_off_policy_steps
         self.last_step, self.step, self.version = last_step, step, version
-        self.max_retries = max_retries
+        self.max_retries, self.frozen_envs = max_retries, frozen_envs
         self.env_limits, self.env_rates = env_limits or {}, env_rates or {}
         self._now = 0.0
         self.counters = Counters()
@@ -236,6 +238,7 @@ class Dispatcher:
             self._cancel(group, "stale")
             for group in list(self._groups.values())
             if group.split is Split.TRAIN
+            and group.env not in self.frozen_envs
             and group.oldest_version is not None
             and group.oldest_version < self.min_fresh_version
         ]

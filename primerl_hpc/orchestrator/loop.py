@@ -24,6 +24,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
+from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
@@ -60,11 +61,13 @@ async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
     """From start-up to the last checkpoint. Raises PrimerlError when the run cannot go on, or was asked to stop."""
     fleet = make_fleet(run, phase.recipe)
     router = RouterAddress(run)
+    distillation = Distillation(run, phase.recipe)
     envs = await load_environments(run, phase.recipe)
     logger.info("waiting for engines, router and environment servers")
-    await wait_for_peers(phase, envs, fleet, router)
+    await wait_for_peers(phase, envs, fleet, router, distillation.teacher)
+    await distillation.prepare(envs[Split.TRAIN])
     vocab_size = await asyncio.to_thread(vocab_size_for_filters, phase)
-    orchestrator = Orchestrator(run, phase, fleet, router, envs, vocab_size)
+    orchestrator = Orchestrator(run, phase, fleet, router, envs, vocab_size, distillation)
     try:
         await orchestrator.run_to_end()
     finally:
@@ -72,6 +75,7 @@ async def run_orchestrator(run: RunDir, phase: PhasePlan) -> None:
         orchestrator.watcher.release()
         await orchestrator.runner.close()
         await fleet.close()
+        await distillation.close()
 
 
 class Orchestrator:
@@ -83,9 +87,11 @@ class Orchestrator:
         router: RouterAddress,
         envs: dict[Split, list[EnvHandle]],
         vocab_size: int,
+        distillation: Distillation,
     ) -> None:
         recipe = phase.recipe
         self.run, self.recipe, self.fleet, self.envs = run, recipe, fleet, envs
+        self.distillation = distillation
         self.resumed = run.latest_checkpoint() or 0
         self.sampler = TaskSampler(
             [len(handle.tasks) for handle in envs[Split.TRAIN]],
@@ -104,6 +110,9 @@ class Orchestrator:
             last_step=recipe.steps,
             step=self.resumed + 1,
             version=self.resumed,
+            frozen_envs=frozenset(
+                index for index, kind in enumerate(recipe.algorithm_types) if kind == "sft_distill"
+            ),
             env_limits=env_limits(envs),
             env_rates=env_rates(envs),
         )
@@ -125,6 +134,7 @@ class Orchestrator:
             envs,
             live_version=lambda: self.dispatcher.version,
             router_url=lambda: router.url,
+            distillation=distillation,
         )
         self.driver = RolloutDriver(run, recipe, self.dispatcher, self.evaluator, self.runner, router)
         self.watcher = WeightWatcher(
@@ -336,6 +346,8 @@ class Orchestrator:
         self._last_look = time.monotonic()
         await asyncio.to_thread(self.driver.flush)
         await asyncio.to_thread(self.driver.router.refresh)
+        if self.distillation.teacher is not None:
+            await asyncio.to_thread(self.distillation.teacher.refresh)
         await asyncio.to_thread(self.follower.follow)
         stopped_at = await asyncio.to_thread(self.follower.stopped_at)
         if stopped_at is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator.dispatcher import Split, Start
+from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.env_client import (
     EnvServerClient,
     EnvServerDied,
@@ -25,7 +26,9 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
+from primerl_hpc.orchestrator.teacher import add_samples
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, rollout_of
+from primerl_hpc.recipe.algorithm_schema import SFTDistill
 from primerl_hpc.recipe.rollout_schema import Environment, EvalEnvironment, Sampling
 from primerl_hpc.recipe.schema import Recipe
 
@@ -71,8 +74,10 @@ class RolloutRunner:
         *,
         live_version: Callable[[], int],
         router_url: Callable[[], str | None],
+        distillation: Distillation | None = None,
     ) -> None:
-        """``router_url``: where rollouts sample now; None while the router is down."""
+        """``router_url``: where rollouts sample now; None while the router is down. Evaluation needs no ``distillation``."""
+        self.distillation = distillation
         self.recipe, self.envs = recipe, envs
         self.external = recipe.evaluation.external if recipe.evaluation else None
         self.live_version, self.router_url = live_version, router_url
@@ -146,18 +151,42 @@ class RolloutRunner:
 
     async def _rollout(self, start: Start) -> Rollout:
         handle = self.envs[start.split][start.env]
+        data = handle.tasks[start.task].data
+        algorithm = self.recipe.algorithms[start.env] if start.split is Split.TRAIN else None
+        if isinstance(algorithm, SFTDistill):
+            return await self._rollout_of_teacher(handle, start)
         url = self.router_url()
         if url is None:
             raise RolloutFailed("NoRouter", "the router is down", is_engine_fault=True)
         sampling = handle.sampling(self.recipe.rollouts.sampling)
         episode = await handle.client.run(
-            handle.tasks[start.task].data,
+            data,
             self._client_config(url),
             self.recipe.policy_name,
             self._sampling_config(start, sampling),
             timeout_s=handle.environment.timeout_s,
         )
-        return rollout_of(episode, temperature=sampling.temperature, need_tokens=self.external is None)
+        rollout = rollout_of(episode, temperature=sampling.temperature, need_tokens=self.external is None)
+        if self.distillation is not None:
+            await self.distillation.score(
+                rollout, episode, algorithm, data, router_url=url, live_version=self.live_version
+            )
+        return rollout
+
+    async def _rollout_of_teacher(self, handle: EnvHandle, start: Start) -> Rollout:
+        assert self.distillation is not None
+        teacher = self.distillation.teacher
+        assert teacher is not None  # the recipe is validated
+        episode = await handle.client.run(
+            handle.tasks[start.task].data,
+            external_client(teacher.next_address()),
+            teacher.config.model.name,
+            external_sampling_config(handle.sampling(self.recipe.rollouts.sampling)),
+            timeout_s=handle.environment.timeout_s,
+        )
+        rollout = rollout_of(episode, temperature=1.0, need_tokens=False)
+        add_samples(rollout, episode, self.distillation.renderer)
+        return rollout
 
     def _client_config(self, url: str) -> Any:
         if url not in self._client_configs:

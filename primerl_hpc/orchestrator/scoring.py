@@ -33,10 +33,14 @@ class ScoredGroup:
     advantages: NDArray[np.float64]  # of each rollout, the mean over its traces
     samples: list[list[TrainSample]]  # of each rollout, those that are shipped
     num_failed: int
+    is_frozen: bool = False  # sampled by a frozen model: never stale
 
     @property
     def oldest_version(self) -> int:
         return min(self.versions)
+
+    def is_stale(self, min_fresh_version: int) -> bool:
+        return not self.is_frozen and self.oldest_version < min_fresh_version
 
     @property
     def has_signal(self) -> bool:
@@ -76,6 +80,7 @@ class Scorer:
                 for rollout, each in zip(rollouts, advantages, strict=True)
             ],
             num_failed=group.num_failed,
+            is_frozen=algorithm.config.type == "sft_distill",
         )
 
     def admits(self, scored: ScoredGroup) -> bool:

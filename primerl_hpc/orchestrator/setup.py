@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from primerl_hpc.common.errors import TimeoutWaitingError
@@ -19,6 +20,7 @@ from primerl_hpc.orchestrator.dispatcher import Split
 from primerl_hpc.orchestrator.env_client import EnvServerClient
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.runner import EnvHandle
+from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.rollout_schema import EvalEnvironment, Rollouts
 from primerl_hpc.recipe.schema import Recipe
@@ -101,8 +103,9 @@ async def wait_for_peers(
     handles: dict[Split, list[EnvHandle]],
     fleet: Fleet | None,
     router: RouterAddress | ExternalAddress,
+    teacher: TeacherClient | None = None,
 ) -> None:
-    """Environment servers, engines and router at the same time; without a fleet the environment servers alone.
+    """All servers at the same time; without a fleet the environment servers alone.
 
     Raises TimeoutWaitingError naming who is missing.
     """
@@ -114,16 +117,19 @@ async def wait_for_peers(
     async with asyncio.TaskGroup() as group:
         if fleet is not None:
             group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))
-            group.create_task(_wait_for_router(router, timeouts.inference_ready_s))
+            group.create_task(_wait_for(ROUTER, router.refresh, timeouts.inference_ready_s))
+        if teacher is not None:
+            group.create_task(_wait_for("the teacher", teacher.refresh, timeouts.inference_ready_s))
         for client in clients:
             group.create_task(client.wait_ready(timeout_s=timeouts.env_server_ready_s))
 
 
-async def _wait_for_router(router: RouterAddress | ExternalAddress, timeout_s: float) -> None:
+async def _wait_for(name: str, is_there: Callable[[], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while router.refresh() is None:
+    while not is_there():
         if time.monotonic() >= deadline:
             raise TimeoutWaitingError(
-                f"waited {timeout_s:.0f} s for {ROUTER}", mend="see logs/latest/inference/router*.log"
+                f"waited {timeout_s:.0f} s for {name}",
+                mend="see logs/latest/inference/*.log and logs/latest/teacher/*.log",
             )
         await asyncio.sleep(POLL_S)

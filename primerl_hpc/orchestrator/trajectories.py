@@ -11,6 +11,7 @@ A node that several paths share is trained in the first of them only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
     from verifiers.v1.graph import MessageNode
-    from verifiers.v1.trace import Trace
+    from verifiers.v1.trace import Branch, Trace
 
 ENGINE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 # Roles whose text an environment wrote; their codes in `Sample.roles` are their places here. 0: everything else.
@@ -47,6 +48,7 @@ class Sample:
     logprobs: NDArray[np.float32]  # log μ, temperature-scaled; 0 where not trained
     temperature: float
     trace: int = 0  # which of the rollout's traces it is of
+    ref_logprobs: NDArray[np.float32] | None = None  # log-probability under a teacher; 0 where not trained
     roles: NDArray[np.uint8] | None = None  # text of environment messages not in an earlier sample; see ROLES
 
     @property
@@ -132,9 +134,17 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
     )
 
 
-def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
-    """Every sampled token of the trace in exactly one sample, and so every message of the environment."""
-    samples: list[Sample] = []
+@dataclass(frozen=True)
+class TrainedBranch:
+    """A path with tokens that are trained in it. Lists have a value per token."""
+
+    branch: Branch
+    mask: list[bool]  # sampled, and in no earlier path
+    roles: list[int]
+
+
+def trained_branches(trace: Trace[Any, Any, Any]) -> Iterator[TrainedBranch]:
+    """The trace's paths that become samples, in their order."""
     seen: set[int] = set()
     for branch in trace.branches:
         if not branch.trainable:
@@ -146,18 +156,24 @@ def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
             mask += node.mask if node.sampled and is_fresh else [False] * len(node.mask)
             roles += _role_codes(node) if is_fresh else [0] * len(node.token_ids)
             seen.add(id(node))
-        if not any(mask):
-            continue
-        loss_mask = np.asarray(mask, dtype=np.bool_)
+        if any(mask):
+            yield TrainedBranch(branch, mask, roles)
+
+
+def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
+    """Every sampled token of the trace in exactly one sample, and so every message of the environment."""
+    samples: list[Sample] = []
+    for path in trained_branches(trace):
+        loss_mask = np.asarray(path.mask, dtype=np.bool_)
         loss_mask[0] = False  # nothing predicts the first token
-        logprobs = np.asarray(branch.logprobs, dtype=np.float32)
+        logprobs = np.asarray(path.branch.logprobs, dtype=np.float32)
         samples.append(
             Sample(
-                token_ids=np.asarray(branch.token_ids, dtype=np.int64),
+                token_ids=np.asarray(path.branch.token_ids, dtype=np.int64),
                 loss_mask=loss_mask,
                 logprobs=np.where(loss_mask, logprobs, np.float32(0)),
                 temperature=temperature,
-                roles=np.asarray(roles, dtype=np.uint8),
+                roles=np.asarray(path.roles, dtype=np.uint8),
             )
         )
     return samples

@@ -14,7 +14,8 @@ from pydantic import field_validator
 
 from primerl_hpc.common.block import Block, NonNegativeInt, PositiveFloat, PositiveInt
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import Recipe, Tracking
+from primerl_hpc.recipe.run_schema import Tracking
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.sft_schema import SFTData
 
 TOKEN_IDS = range(4, 100)

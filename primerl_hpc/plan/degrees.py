@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import Recipe, TrainerLayout
+from primerl_hpc.recipe.layout_schema import TrainerLayout
+from primerl_hpc.recipe.schema import Recipe
 
 TOKENS_PER_RANK = 32_768
 """``context_parallel: auto`` leaves a rank at most so many tokens of a row."""

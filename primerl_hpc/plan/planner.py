@@ -124,7 +124,7 @@ class _Processes:
         evaluator = self._process(Role.EVALUATOR, 0, head, "evaluator.log")
         if self.recipe.is_external:
             return (*servers, evaluator)
-        engines = self._engines(self.layout.replicas)
+        engines = self._engines(Role.INFERENCE, self.layout.replicas)
         ready_s = self.recipe.timeouts.inference_ready_s
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
         if self.recipe.kind == Kind.INFERENCE:
@@ -132,7 +132,8 @@ class _Processes:
         if self.recipe.kind == Kind.EVAL:
             return (*engines, router, *servers, evaluator)
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
-        return (*engines, router, *servers, orchestrator, self.trainer())
+        teachers = self._engines(Role.TEACHER, self.layout.teachers)
+        return (*engines, router, *teachers, *servers, orchestrator, self.trainer())
 
     def trainer(self) -> ProcessPlan:
         assert self.layout.trainer is not None
@@ -140,12 +141,12 @@ class _Processes:
         return self._process(role, 0, self.layout.trainer, f"{role.value}.log")
 
     def elastic(self) -> tuple[ProcessPlan, ...]:
-        return self._engines(self.layout.elastic) if self.recipe.kind == Kind.RL else ()
+        return self._engines(Role.INFERENCE, self.layout.elastic) if self.recipe.kind == Kind.RL else ()
 
-    def _engines(self, placements: tuple[Placement, ...]) -> tuple[ProcessPlan, ...]:
+    def _engines(self, role: Role, placements: tuple[Placement, ...]) -> tuple[ProcessPlan, ...]:
         ready_s = self.recipe.timeouts.inference_ready_s
         return tuple(
-            self._process(Role.INFERENCE, index, placement, f"inference/{index}.log", ready_s)
+            self._process(role, index, placement, f"{role.value}/{index}.log", ready_s)
             for index, placement in enumerate(placements)
         )
 

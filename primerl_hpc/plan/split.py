@@ -1,7 +1,7 @@
 """Who gets which accelerators: nodes first, then GPUs (or CPU slots) inside a shared node.
 
-Order inside the allocation: inference nodes, then trainer nodes. A run that fits into one node shares it; nothing is
-ever given twice.
+Order inside the allocation: inference nodes, then trainer nodes, then the teacher's. A run that fits into one node
+shares it; nothing is ever given twice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.recipe.schema import InferenceLayout, Recipe
+from primerl_hpc.recipe.layout_schema import EngineLayout
+from primerl_hpc.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Split:
     notes: tuple[str, ...]
     elastic: tuple[Placement, ...] = ()  # one per engine that has a job of its own
     cpu_node: int | None = None  # node of the CPU partition, counted after all others
+    teachers: tuple[Placement, ...] = ()  # one per engine of the teacher
 
 
 def split(recipe: Recipe, profile: Profile) -> Split:
@@ -41,7 +43,9 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     needs_inference = recipe.kind != Kind.SFT and not layout.elastic
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
     if needs_inference:
-        _check_replica(layout, profile)
+        _check_replica(layout, profile, "layout.inference")
+    if recipe.served_teacher is not None:
+        _check_replica(recipe.served_teacher.layout, profile, "teacher.layout")
     notes: list[str] = []
     elastic = _elastic(recipe, profile, notes) if layout.elastic else ()
     if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
@@ -52,7 +56,8 @@ def split(recipe: Recipe, profile: Profile) -> Split:
         spares = f", {profile.scheduler.spare_nodes} of them spare" if profile.scheduler.spare_nodes else ""
         raise ConfigError(
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
-            mend="lower layout.inference.nodes or layout.trainer.nodes",
+            mend="lower layout.inference.nodes or layout.trainer.nodes"
+            + (" or teacher.layout.replicas" if result.teachers else ""),
         )
     result = replace(result, elastic=elastic)
     if recipe.layout.orchestrator.place != "cpu-partition" or recipe.kind == Kind.SFT:
@@ -87,7 +92,7 @@ def _elastic(recipe: Recipe, profile: Profile, notes: list[str]) -> tuple[Placem
     return (Placement((0,), tuple(range(size))),) * layout.replicas
 
 
-def _check_replica(layout: InferenceLayout, profile: Profile) -> None:
+def _check_replica(layout: EngineLayout, profile: Profile, key: str) -> None:
     """An engine larger than a node takes whole nodes, and no tensor parallel group lies across two data parallel ones."""
     per_node, asked = profile.accelerators_per_node, layout.accelerators_per_replica
     if asked <= per_node:
@@ -97,7 +102,7 @@ def _check_replica(layout: InferenceLayout, profile: Profile) -> None:
         f"{layout.data_parallel}), a node of profile '{profile.name}' has {per_node}"
     )
     if profile.work_nodes < -(-asked // per_node):
-        mend = "lower layout.inference.tensor_parallel or data_parallel"
+        mend = f"lower {key}.tensor_parallel or data_parallel"
         raise ConfigError(f"{said} and there are {profile.work_nodes}", mend=mend)
     if asked % per_node:
         raise ConfigError(
@@ -122,37 +127,59 @@ def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, ne
     replicas = layout.inference.replicas if needs_inference else 0
     if ranks == "auto" or replicas == "auto":
         return False
-    return ranks + replicas * layout.inference.accelerators_per_replica <= profile.accelerators_per_node
+    asked = ranks + replicas * layout.inference.accelerators_per_replica + _teacher_accelerators(recipe)
+    return asked <= profile.accelerators_per_node
+
+
+def _teacher_accelerators(recipe: Recipe) -> int:
+    if recipe.served_teacher is None:
+        return 0
+    layout = recipe.served_teacher.layout
+    return layout.replicas * layout.accelerators_per_replica
 
 
 def _split_one_node(
     recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool, notes: list[str]
 ) -> Split:
-    total, per_replica = profile.accelerators_per_node, recipe.layout.inference.accelerators_per_replica
+    taught = _teacher_accelerators(recipe)
+    total = profile.accelerators_per_node - taught
+    per_replica = recipe.layout.inference.accelerators_per_replica
     ranks = recipe.layout.trainer.ranks if needs_trainer else 0
     replicas = recipe.layout.inference.replicas if needs_inference else 0
     if ranks == "auto":
         reserved = 0 if replicas == 0 else (per_replica if replicas == "auto" else replicas * per_replica)
         ranks = max(1, total // 2 if replicas == "auto" else total - reserved)
-        notes.append(f"layout.trainer.ranks: {ranks} of the node's {total} accelerators")
+        notes.append(
+            f"layout.trainer.ranks: {ranks} of the node's {profile.accelerators_per_node} accelerators"
+        )
     if replicas == "auto":
         replicas = max(1, (total - ranks) // per_replica)
         notes.append(f"layout.inference.replicas: {replicas} beside {ranks} trainer ranks")
     asked = ranks + replicas * per_replica
     if asked > total:
+        parts = f"{replicas} engines × {per_replica} + {ranks} trainer ranks"
+        parts += f" + {taught} of the teacher" if taught else ""
         raise ConfigError(
-            f"the recipe asks for {asked} accelerators ({replicas} engines × {per_replica} + {ranks} trainer ranks), "
-            f"the one node of profile '{profile.name}' has {total}",
+            f"the recipe asks for {asked + taught} accelerators ({parts}), "
+            f"the one node of profile '{profile.name}' has {profile.accelerators_per_node}",
             mend="lower layout.inference.replicas or layout.trainer.ranks, or raise node.cpu_slots of the profile"
             if profile.accelerator == "cpu"
             else "lower layout.inference.replicas or layout.trainer.ranks",
         )
-    engines = tuple(
-        Placement((0,), tuple(range(i * per_replica, (i + 1) * per_replica))) for i in range(replicas)
+    engines = _in_one_node(replicas, per_replica, first=0)
+    trainer = _in_one_node(1, ranks, first=replicas * per_replica)[0] if ranks else None
+    teacher = recipe.served_teacher
+    teachers = (
+        _in_one_node(teacher.layout.replicas, teacher.layout.accelerators_per_replica, first=asked)
+        if teacher is not None
+        else ()
     )
-    start = replicas * per_replica
-    trainer = Placement((0,), tuple(range(start, start + ranks))) if ranks else None
-    return Split(1, engines, trainer, head=0, notes=tuple(notes))
+    return Split(1, engines, trainer, head=0, notes=tuple(notes), teachers=teachers)
+
+
+def _in_one_node(count: int, size: int, first: int) -> tuple[Placement, ...]:
+    starts = range(first, first + count * size, size)
+    return tuple(Placement((0,), tuple(range(start, start + size))) for start in starts)
 
 
 def _split_nodes(
@@ -160,10 +187,12 @@ def _split_nodes(
 ) -> Split:
     per_node = profile.accelerators_per_node
     trainer_nodes = _trainer_nodes(recipe, profile, notes) if needs_trainer else 0
+    teacher_nodes = _teacher_nodes(recipe, per_node, notes)
     inference_nodes, replicas = (
-        _inference_nodes(recipe, profile, trainer_nodes, notes) if needs_inference else (0, 0)
+        _inference_nodes(recipe, profile, trainer_nodes + teacher_nodes, notes) if needs_inference else (0, 0)
     )
-    engines = _place_replicas(recipe, replicas, inference_nodes, per_node)
+    size = recipe.layout.inference.accelerators_per_replica
+    engines = _place_replicas(replicas, size, range(inference_nodes), per_node)
     trainer = None
     if trainer_nodes:
         ranks = recipe.layout.trainer.ranks
@@ -176,7 +205,24 @@ def _split_nodes(
         nodes = tuple(range(inference_nodes, inference_nodes + trainer_nodes))
         trainer = Placement(nodes, tuple(range(per_trainer_node)))
     head = inference_nodes if recipe.layout.orchestrator.place == "trainer" and trainer_nodes else 0
-    return Split(inference_nodes + trainer_nodes, engines, trainer, head, tuple(notes))
+    num_nodes = inference_nodes + trainer_nodes + teacher_nodes
+    teachers: tuple[Placement, ...] = ()
+    if (teacher := recipe.served_teacher) is not None:
+        size, nodes = teacher.layout.accelerators_per_replica, range(num_nodes - teacher_nodes, num_nodes)
+        teachers = _place_replicas(teacher.layout.replicas, size, nodes, per_node)
+    return Split(num_nodes, engines, trainer, head, tuple(notes), teachers=teachers)
+
+
+def _teacher_nodes(recipe: Recipe, per_node: int, notes: list[str]) -> int:
+    """Nodes of its own, as few as its engines need."""
+    if recipe.served_teacher is None:
+        return 0
+    layout = recipe.served_teacher.layout
+    size = layout.accelerators_per_replica
+    span, together = max(1, size // per_node), max(1, per_node // size)
+    nodes = -(-layout.replicas // together) * span
+    notes.append(f"teacher: {nodes} nodes of its own for {layout.replicas} engines")
+    return nodes
 
 
 def _trainer_nodes(recipe: Recipe, profile: Profile, notes: list[str]) -> int:
@@ -188,17 +234,16 @@ def _trainer_nodes(recipe: Recipe, profile: Profile, notes: list[str]) -> int:
     return nodes
 
 
-def _inference_nodes(
-    recipe: Recipe, profile: Profile, trainer_nodes: int, notes: list[str]
-) -> tuple[int, int]:
-    """(nodes, replicas)"""
+def _inference_nodes(recipe: Recipe, profile: Profile, other_nodes: int, notes: list[str]) -> tuple[int, int]:
+    """(nodes, replicas); ``other_nodes``: those of trainer and teacher."""
     layout = recipe.layout.inference
     per_node, size = profile.accelerators_per_node, layout.accelerators_per_replica
     span, together = max(1, size // per_node), max(1, per_node // size)  # `together` engines on `span` nodes
     if layout.nodes == "auto":
         if layout.replicas == "auto":
-            nodes = max(span, (profile.work_nodes - trainer_nodes) // span * span)
-            notes.append(f"layout.inference.nodes: {nodes}, all that the trainer's {trainer_nodes} leave")
+            nodes = max(span, (profile.work_nodes - other_nodes) // span * span)
+            others = "trainer and teacher" if recipe.served_teacher else "the trainer"
+            notes.append(f"layout.inference.nodes: {nodes}, all that {others}'s {other_nodes} leave")
         else:
             nodes = -(-layout.replicas // together) * span
             notes.append(f"layout.inference.nodes: {nodes} for {layout.replicas} engines")
@@ -219,16 +264,15 @@ def _inference_nodes(
     return nodes, replicas
 
 
-def _place_replicas(recipe: Recipe, replicas: int, nodes: int, per_node: int) -> tuple[Placement, ...]:
+def _place_replicas(replicas: int, size: int, nodes: range, per_node: int) -> tuple[Placement, ...]:
     """Round robin over nodes, so that fewer engines than fit are spread; an engine over several nodes has them alone."""
-    size = recipe.layout.inference.accelerators_per_replica
     span = max(1, size // per_node)
     placements = []
     for index in range(replicas):
         if span > 1:
             first = index * span
-            placements.append(Placement(tuple(range(first, first + span)), tuple(range(per_node))))
+            placements.append(Placement(tuple(nodes[first : first + span]), tuple(range(per_node))))
         else:
-            node, slot = index % nodes, index // nodes
+            node, slot = nodes[index % len(nodes)], index // len(nodes)
             placements.append(Placement((node,), tuple(range(slot * size, (slot + 1) * size))))
     return tuple(placements)

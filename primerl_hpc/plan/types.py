@@ -83,6 +83,11 @@ class PhasePlan(Block):
         context = self.recipe.layout.trainer.context_parallel
         return world if context == "auto" else world // context  # a plan has a number there
 
+    def for_teacher(self) -> PhasePlan:
+        """The phase as the teacher's engines see it: its model is theirs."""
+        recipe = self.recipe.for_teacher()
+        return self.model_copy(update={"recipe": recipe, "model_path": recipe.model.name})
+
     def of_role(self, role: Role) -> tuple[ProcessPlan, ...]:
         return tuple(process for process in self.processes if process.role == role)
 

@@ -97,6 +97,30 @@ class Echo(Block):
     length_penalty: LengthPenalty | None = None
 
 
+class OPD(Block):
+    """On-policy distillation: the policy samples, the recipe's teacher scores every token, the loss is the reverse KL."""
+
+    type: Literal["opd"] = "opd"
+
+
+class OPSD(Block):
+    """On-policy self-distillation: as opd, but who scores is the live policy itself, shown a demonstration of the task."""
+
+    type: Literal["opsd"] = "opsd"
+    demo_key: str = "demonstration"
+    """Field of a task's data that holds its demonstration, e.g. ``answer``."""
+    template: Annotated[str, Field(pattern=r"\{demonstration\}")] = (
+        "Here is how this task is done well:\n\n{demonstration}"
+    )
+    """What is put at the beginning of the system message, only where the policy scores."""
+
+
+class SFTDistill(Block):
+    """Hard distillation: the recipe's teacher samples, the policy is trained on its replies by cross-entropy."""
+
+    type: Literal["sft_distill"] = "sft_distill"
+
+
 class Custom(Block):
     """Advantages from a function of yours, called once per group."""
 
@@ -107,9 +131,25 @@ class Custom(Block):
     """More keyword arguments of the function."""
 
 
+NEED_TEACHER = ("opd", "sft_distill")
+"""Types that need the recipe's teacher."""
+SCORED = ("opd", "opsd")
+"""Types whose sampled tokens a reference model scores."""
+
 Algorithm = Annotated[
     Annotated[
-        GRPO | GRPOStd | RLOO | OPO | MaxRL | RAE | HierarchicalGRPO | Echo | Custom,
+        GRPO
+        | GRPOStd
+        | RLOO
+        | OPO
+        | MaxRL
+        | RAE
+        | HierarchicalGRPO
+        | Echo
+        | OPD
+        | OPSD
+        | SFTDistill
+        | Custom,
         Field(discriminator="type"),
     ],
     default_type("grpo"),
@@ -117,9 +157,13 @@ Algorithm = Annotated[
 
 __all__ = [
     "GRPO",
+    "NEED_TEACHER",
+    "OPD",
     "OPO",
+    "OPSD",
     "RAE",
     "RLOO",
+    "SCORED",
     "Algorithm",
     "CorrectLengthPenalty",
     "Custom",
@@ -129,4 +173,5 @@ __all__ = [
     "LengthPenalty",
     "LinearLengthPenalty",
     "MaxRL",
+    "SFTDistill",
 ]

@@ -30,7 +30,10 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     recipe, document = loaded.recipe, loaded.document
     changes: dict[str, object] = {}
     if not recipe.is_external:
-        changes["model"] = _resolve_model(recipe.model, document, folder)
+        changes["model"] = _resolve_model(recipe.model, document, folder, ("model",))
+    if (teacher := recipe.served_teacher) is not None:
+        model = _resolve_model(teacher.model, document, folder, ("teacher", "model"))
+        changes["teacher"] = teacher.model_copy(update={"model": model})
     if recipe.evaluation is not None and recipe.evaluation.weights is not None:
         changes["evaluation"] = _resolve_evaluation(recipe.evaluation, document, folder)
     if recipe.sft is not None:
@@ -115,11 +118,11 @@ def _looks_local(name: str, folder: Path) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") != 1 or (folder / name).exists()
 
 
-def _resolve_model(model: Model, document: Document, folder: Path) -> Model:
+def _resolve_model(model: Model, document: Document, folder: Path, key: tuple[str, ...]) -> Model:
     changes: dict[str, str] = {}
     if _looks_local(model.name, folder):
         path = (folder / Path(model.name).expanduser()).resolve()
-        _check_model_folder(path, document.place(("model", "name")))
+        _check_model_folder(path, document.place((*key, "name")))
         changes["name"] = str(path)
     if model.tokenizer and _looks_local(model.tokenizer, folder):
         changes["tokenizer"] = str((folder / Path(model.tokenizer).expanduser()).resolve())

@@ -1,13 +1,14 @@
 """The recipe: *what* to train, one path per setting.
 
-`Recipe` mirrors the YAML top to bottom; blocks about rollouts are in ``rollout_schema.py`` and
-``algorithm_schema.py``, about the optimizer, losses, data and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from
-here by all of them. Derived values are properties.
+`Recipe` mirrors the YAML top to bottom. Blocks about the run as a whole are in ``run_schema.py``, about what runs where in
+``layout_schema.py``, about rollouts in ``rollout_schema.py`` and ``algorithm_schema.py``, about the optimizer, losses, data
+and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from here by all of
+them. Derived values are properties.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,9 +25,11 @@ from primerl_hpc.common.block import (
 )
 from primerl_hpc.common.names import Kind, is_valid_name
 from primerl_hpc.recipe.after_schema import After
-from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
+from primerl_hpc.recipe.algorithm_schema import GRPO, NEED_TEACHER, SCORED, Algorithm
 from primerl_hpc.recipe.evaluation_schema import Evaluation
+from primerl_hpc.recipe.layout_schema import InferenceLayout, Layout, TeacherLayout
 from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment, Rollouts
+from primerl_hpc.recipe.run_schema import Recovery, Timeouts, Tracking
 from primerl_hpc.recipe.sft_schema import SFT
 from primerl_hpc.recipe.training_schema import (
     AdamW,
@@ -68,63 +71,6 @@ class Model(Block):
     """Run modelling code that comes with the model."""
 
 
-class InferenceLayout(Block):
-    nodes: Auto | PositiveInt = "auto"
-    """Nodes for engines; ``auto``: what the other roles leave, or a share of a single node."""
-    replicas: Auto | PositiveInt = "auto"
-    """Independent engines behind the router; ``auto``: as many as fit."""
-    tensor_parallel: PositiveInt = 1
-    """Accelerators that share one engine's matrices."""
-    data_parallel: PositiveInt = 1
-    """Data-parallel ranks inside one engine (mixture-of-experts models); dense models use ``replicas``."""
-    expert_parallel: Bool = False
-    """Spread experts over the tensor and data parallel ranks of an engine."""
-    elastic: Bool = False
-    """Engines in a job array of their own, which join and leave a running trainer job; needs ``replicas``."""
-    partition: str | None = None
-    """Partition of the elastic engines; default: the profile's ``elastic.partition``, else the run's own."""
-
-    @property
-    def accelerators_per_replica(self) -> int:
-        return self.tensor_parallel * self.data_parallel
-
-    @model_validator(mode="after")
-    def _elastic_engines_are_counted(self) -> Self:
-        if self.partition is not None and not self.elastic:
-            raise ValueError("partition is for elastic engines; set elastic: true")
-        if self.elastic and (self.replicas == "auto" or self.nodes != "auto"):
-            raise ValueError("elastic engines need replicas, a number, and nodes: auto")
-        return self
-
-
-class TrainerLayout(Block):
-    nodes: Auto | PositiveInt = "auto"
-    """Nodes for the trainer; ``auto``: one, or a share of a single node."""
-    ranks: Auto | PositiveInt = "auto"
-    """Trainer processes in all, one per accelerator; ``auto``: every accelerator of its nodes."""
-    replicate: PositiveInt = 1
-    """HSDP: copies of the sharded model; must divide ranks."""
-    context_parallel: Auto | PositiveInt = 1
-    """Ranks that share one sequence; ``auto``: as many as leave each at most 32,768 of its tokens."""
-    context_style: Literal["auto", "ulysses", "ring"] = "auto"
-    """How they share it: heads for tokens by all-to-all (ulysses), or keys and values handed round (ring); ``auto``: ulysses where the heads divide."""
-    expert_parallel: Auto | PositiveInt = "auto"
-    """Ranks that share the experts of a mixture-of-experts model; ``auto``: the most, within a node and up to 8, that divide experts and ranks."""
-    expert_backend: Literal["torch", "deepep"] = "torch"
-    """What carries tokens to their experts: all-to-all of torch, or DeepEP (NVIDIA, to be installed by hand)."""
-
-
-class OrchestratorLayout(Block):
-    place: Literal["head", "trainer", "cpu-partition"] = "head"
-    """Which node runs the orchestrator, the router and the environment servers."""
-
-
-class Layout(Block):
-    inference: InferenceLayout = InferenceLayout()
-    trainer: TrainerLayout = TrainerLayout()
-    orchestrator: OrchestratorLayout = OrchestratorLayout()
-
-
 class Inference(Block):
     """Settings of the vLLM engines."""
 
@@ -142,43 +88,31 @@ class Inference(Block):
     """More vLLM engine arguments, by their command-line name without dashes: ``{max-num-seqs: 64}``."""
 
 
-class Wandb(Block):
-    project: str = "primerl-hpc"
-    entity: str | None = None
-    group: str | None = None
-    tags: tuple[str, ...] = ()
-    offline: Bool = False
+class Teacher(Block):
+    """A frozen model for algorithms opd and sft_distill, served by engines that the run starts, or by anybody at ``url``."""
 
+    model: Model
+    """What the engines serve; behind a ``url`` only ``name`` counts, the model's name there."""
+    url: Annotated[str, Field(pattern=r"^https?://\S+[^/]$")] | None = None
+    """An OpenAI-compatible server, up to and with ``/v1``; default: engines of the run's own. opd needs vLLM there."""
+    key_variable: str | None = None
+    """Variable that holds the key of ``url``, read at run time; default: no key."""
+    layout: TeacherLayout = TeacherLayout()
+    """The run's own engines, on accelerators after the trainer's."""
+    inference: Inference = Inference()
+    """Settings of the run's own engines; ``max_model_len: auto`` is seq_len + 1, for vLLM samples one token where it scores."""
+    timeout_s: PositiveFloat = 120.0
+    """One request of the orchestrator."""
+    max_concurrent: PositiveInt = 64
+    """Most requests of the orchestrator at a time (opd)."""
 
-class Tracking(Block):
-    wandb: Wandb | None = None
-    """Also send metrics to Weights & Biases (extra ``wandb``); the key is read from WANDB_API_KEY at run time."""
-
-
-class Timeouts(Block):
-    """How long a silent peer is waited for before the run stops with its name."""
-
-    inference_ready_s: PositiveInt = 1800
-    env_server_ready_s: PositiveInt = 600
-    weights_s: PositiveInt = 1200
-    """Orchestrator: for the next policy version. Trainer: for the next batch is unlimited while the run lives."""
-    weight_update_s: PositiveInt = 720
-    """One engine's load of one policy version."""
-    stall_s: PositiveInt = 3600
-    """Supervisor: for the next finished rollout or step, or ten times the longest wait so far where that is longer. Then the role that holds the run up writes down its stacks and is ended like one that died."""
-    health_s: PositiveInt = 300
-    """Supervisor: for an engine or the router that takes connections and answers none. Then it is started again."""
-    distributed_s: PositiveInt = 3600
-    """A collective of the trainer."""
-    trainer_hang_s: PositiveInt = 1200
-    """Trainer: for one micro-batch, weight export or save. Then every rank writes down its stacks and the run stops with the rank and the collective that hang."""
-
-
-class Recovery(Block):
-    """What follows when the trainer or the orchestrator of a run dies."""
-
-    in_place: Bool = True
-    """Both start again from the last complete checkpoint while engines, router and environment servers stay up, as long as the run shows a new step between its faults. False: the attempt ends, and `resume` goes on."""
+    @model_validator(mode="after")
+    def _own_engines_or_an_address(self) -> Self:
+        if self.url is None and self.key_variable is not None:
+            raise ValueError("key_variable belongs to a url; the run's own engines have the run's key")
+        if self.url is not None and (self.layout != TeacherLayout() or self.inference != Inference()):
+            raise ValueError("layout and inference are of engines that the run starts, and there is a url")
+        return self
 
 
 class Recipe(Block):
@@ -199,6 +133,8 @@ class Recipe(Block):
     rollouts: Rollouts = Rollouts()
     algorithm: Algorithm = GRPO()
     """How rewards become advantages; an environment may have its own."""
+    teacher: Teacher | None = None
+    """Whom algorithms opd and sft_distill learn from."""
     loss: Loss = DPPOLoss()
     optimizer: Optimizer = AdamW()
     scheduler: Scheduler = Constant()
@@ -316,6 +252,36 @@ class Recipe(Block):
         """What engines call the policy: the model, or the adapter of a run that trains one."""
         return self.name if self.lora is not None else self.model.name
 
+    @model_validator(mode="after")
+    def _teacher_is_there_where_it_is_needed(self) -> Self:
+        needed = [kind for kind in self.algorithm_types if kind in NEED_TEACHER]
+        if needed and self.teacher is None:
+            raise ValueError(f"algorithm {needed[0]} needs a teacher")
+        if self.kind == Kind.RL and self.teacher is not None and not needed:
+            raise ValueError(f"a teacher is given and no algorithm uses it; {' and '.join(NEED_TEACHER)} do")
+        scored = [kind for kind in self.algorithm_types if kind in SCORED]
+        if scored and self.rollouts.sampling.temperature != 1:
+            raise ValueError(
+                f"algorithm {scored[0]} compares with log-probabilities of temperature 1, and "
+                f"rollouts.sampling.temperature is {self.rollouts.sampling.temperature}"
+            )
+        return self
+
+    @property
+    def served_teacher(self) -> Teacher | None:
+        """The teacher that the run itself serves."""
+        is_ours = self.kind == Kind.RL and self.teacher is not None and self.teacher.url is None
+        return self.teacher if is_ours else None
+
+    @property
+    def algorithms(self) -> list[Algorithm]:
+        """Of each training environment."""
+        return [each.algorithm or self.algorithm for each in self.environments.train]
+
+    @property
+    def algorithm_types(self) -> list[str]:
+        return [algorithm.type for algorithm in self.algorithms]
+
     @property
     def max_model_len(self) -> int:
         return self.seq_len if self.inference.max_model_len == "auto" else self.inference.max_model_len
@@ -350,6 +316,22 @@ class Recipe(Block):
     def is_external(self) -> bool:
         """Whether the model that is evaluated is served by somebody else."""
         return self.evaluation is not None and self.evaluation.external is not None
+
+    def for_teacher(self) -> Recipe:
+        """What the teacher's engines serve, in the place of the policy."""
+        assert self.teacher is not None
+        inference = self.teacher.inference
+        if inference.max_model_len == "auto":
+            inference = inference.model_copy(update={"max_model_len": self.seq_len + 1})
+        layout = InferenceLayout.model_validate(self.teacher.layout.model_dump())
+        return self.model_copy(
+            update={
+                "model": self.teacher.model,
+                "inference": inference,
+                "layout": Layout(inference=layout),
+                "lora": None,
+            }
+        )
 
     def for_evaluation(
         self,

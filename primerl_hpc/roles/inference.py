@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
 
@@ -17,11 +18,16 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(role: RoleProcess) -> None:
+    serve_engine(role, role.phase)
+
+
+def serve_engine(role: RoleProcess, phase: PhasePlan, *, is_frozen: bool = False) -> None:
+    """Until SIGTERM. ``phase``: whose model it is."""
     from primerl_hpc.inference.server import run_engine
 
     with scratch_folder(role.run, role.process, SOCKETS) as folder:
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets between the engine's processes
-        run_engine(role.run, role.plan, role.phase, role.process)
+        run_engine(role.run, role.plan, phase, role.process, is_frozen=is_frozen)
 
 
 if __name__ == "__main__":  # vLLM's processes are spawned and import this module again

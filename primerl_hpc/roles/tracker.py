@@ -17,7 +17,7 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.tail import Tail
-from primerl_hpc.recipe.schema import Wandb
+from primerl_hpc.recipe.run_schema import Wandb
 from primerl_hpc.roles.start import RoleProcess, start_role
 
 POLL_S = 2.0

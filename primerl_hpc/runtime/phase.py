@@ -84,7 +84,8 @@ class PhaseRun:
         self.elastic = ElasticEngines(self.run_dir, [process.name for process in phase.elastic])
         self.stop_deadline: float | None = None
         self.stall = StallClock(phase.recipe.timeouts.stall_s, time.monotonic())
-        servers = [each.name for each in phase.processes if each.role in (Role.INFERENCE, Role.ROUTER)]
+        asked = (Role.INFERENCE, Role.ROUTER, Role.TEACHER)
+        servers = [each.name for each in phase.processes if each.role in asked]
         self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
         self.next_look = 0.0
         self.is_now = False

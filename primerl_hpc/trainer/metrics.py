@@ -71,6 +71,9 @@ def tally_tokens(
 
 
 def means(reduced: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Reported metrics: means over their tokens, without those that no token took part in."""
-    hidden = ("loss/total", "loss/rl", "loss/ce", "loss/ref_kl")
+    """Reported metrics: means over their tokens, without those that no token took part in.
+
+    ``loss/ce`` is the negative log-likelihood of distilled and demonstrated tokens.
+    """
+    hidden = ("loss/total", "loss/rl")
     return {name: total / count for name, (total, count) in reduced.items() if count and name not in hidden}

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
+from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.env_client import (
     EnvServerClient,
     EnvServerDied,
@@ -24,8 +27,14 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
+from primerl_hpc.orchestrator.runner import EnvHandle
+from primerl_hpc.orchestrator.self_teacher import demonstrated_prompt
+from primerl_hpc.orchestrator.teacher import TeacherClient, add_samples
 from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
+from primerl_hpc.recipe.algorithm_schema import OPSD
 from primerl_hpc.recipe.evaluation_schema import External
+from primerl_hpc.recipe.renderer import make_renderer
+from primerl_hpc.recipe.schema import Teacher
 from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import make_plan, process_plan, run_role
@@ -186,6 +195,73 @@ def test_a_server_by_address_is_used_without_being_published(serving: Serving) -
             await rollouts.client.close()
 
     asyncio.run(check())
+
+
+def test_a_teacher_of_the_same_weights_says_what_the_policy_said(serving: Serving, monkeypatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
+    url, name = f"{serving.url('inference-0')}/v1", serving.recipe.model.name
+
+    async def check(rollouts: Rollouts) -> None:
+        rollout = rollout_of(await rollouts.run(), temperature=1.0)
+        settings = {"url": url, "model": {"name": name}, "key_variable": "TEACHER_KEY"}
+        teacher = TeacherClient(serving.run, Teacher.model_validate(settings))
+        tokenizer = AutoTokenizer.from_pretrained(serving.model)
+        await teacher.check({"opd", "sft_distill"}, seq_len=serving.recipe.seq_len, tokenizer=tokenizer)
+        await teacher.add_logprobs(rollout)
+        await teacher.close()
+        (sample,) = rollout.samples
+        assert sample.ref_logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+
+    with_rollouts(serving, check)
+
+
+def test_a_teachers_words_become_the_tokens_that_the_policy_would_have_sampled(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        episode = await rollouts.run(evaluate=True)  # chat completions: text, no tokens
+        rollout = rollout_of(episode, temperature=1.0, need_tokens=False)
+        add_samples(rollout, episode, renderer_of(serving))
+        (sample,) = rollout.samples
+        (prompt,) = rollout_of(await rollouts.run(), temperature=1.0).samples
+        length = int(np.flatnonzero(prompt.loss_mask)[0])
+        assert sample.token_ids[:length].tolist() == prompt.token_ids[:length].tolist()
+        assert not sample.loss_mask[:length].any() and sample.loss_mask[length:-1].all()
+        text = AutoTokenizer.from_pretrained(serving.model).decode(sample.token_ids[sample.loss_mask])
+        assert text == episode.traces[0].nodes[-1].message.content + "<|im_end|>"
+
+    with_rollouts(serving, check)
+
+
+def test_the_policy_that_read_a_demonstration_scores_what_the_one_without_sampled(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        episode = await rollouts.run()
+        rollout = rollout_of(episode, temperature=1.0)
+        (sample,) = rollout.samples
+        distillation = Distillation(serving.run, serving.recipe.model_copy(update={"algorithm": config}))
+        try:
+            await distillation.prepare([EnvHandle(rollouts.environment, rollouts.client, rollouts.tasks)])
+            task, url = rollouts.tasks[0].data, serving.url("router-0")
+            await distillation.score(rollout, episode, config, task, router_url=url, live_version=lambda: 0)
+        finally:
+            await distillation.close()
+        (branch,) = episode.traces[0].branches
+        prompt = demonstrated_prompt(distillation.renderer, branch, f"say {task['answer']}")
+        assert f"<|im_start|>system\nsay {task['answer']}" in tokenizer.decode(prompt)
+        first = int(np.flatnonzero(sample.loss_mask)[0])
+        assert tokenizer.decode(prompt).endswith(tokenizer.decode(sample.token_ids[:first])[-40:])
+        reply = sample.token_ids[first:].tolist()
+        assert sample.ref_logprobs[first:] == pytest.approx(
+            hf_logprobs(serving.model, prompt, reply), abs=1e-4
+        )
+        assert not sample.ref_logprobs[:first].any()
+        assert np.abs(sample.ref_logprobs - sample.logprobs).max() > 1e-3  # it has read something
+
+    config = OPSD(demo_key="answer", template="say {demonstration}")
+    tokenizer = AutoTokenizer.from_pretrained(serving.model)
+    with_rollouts(serving, check)
+
+
+def renderer_of(serving: Serving) -> Any:
+    return make_renderer(serving.recipe.model, AutoTokenizer.from_pretrained(serving.model))
 
 
 def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:

@@ -37,6 +37,15 @@ LAYOUTS = {
     "inference": ("h100x64", ["kind=inference", "layout.inference={replicas: 4, tensor_parallel: 2}"]),
     "eval": ("h100x64", ["kind=eval", "layout.inference={replicas: 8}", EVAL]),
     "cpu-partition": ("virtual", ["layout.orchestrator.place=cpu-partition"]),
+    "teacher": (
+        "h100x64",
+        [
+            "algorithm={type: opd}",
+            "teacher={model: {name: org/big}, layout: {replicas: 2, tensor_parallel: 4}}",
+            "layout.inference={nodes: 2, replicas: auto}",
+            RANKS,
+        ],
+    ),
     "elastic": ("virtual", ["layout.inference={elastic: true, replicas: 3, partition: preemptible}"]),
     "elastic-gpu": ("h100x64", ["layout.inference={elastic: true, replicas: 6, tensor_parallel: 2}", RANKS]),
 }

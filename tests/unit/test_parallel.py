@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from transformers import LlamaConfig  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
-from primerl_hpc.recipe.schema import TrainerLayout  # noqa: E402
+from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.trainer.parallel import ring  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing, Share, choose_style  # noqa: E402
 from primerl_hpc.trainer.parallel.expert import shard_dim  # noqa: E402

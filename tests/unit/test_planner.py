@@ -17,6 +17,8 @@ from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.training_schema import LoRA
+from tests.support import ROOT
 
 
 def tiny(*overrides: str) -> Recipe:
@@ -29,6 +31,12 @@ def plan(recipe: Recipe, profile: Profile) -> Plan:
 
 def gpu_profile(nodes: int, gpus: int = 8) -> Profile:
     return Profile.model_validate({"name": "p", "nodes": nodes, "node": {"gpus": gpus}})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_fits_on_this_machine(path: Path) -> None:
+    made = plan(load_recipe(str(path)).recipe, load_profile("local").profile)
+    assert len(made.nodes) == 1
 
 
 def test_same_inputs_give_the_same_bytes() -> None:
@@ -92,6 +100,55 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes(layout: str) -> None:
     assert made.process("trainer-0").nodes == (4,) and made.process("orchestrator-0").nodes == (0,)
 
 
+TEACHER = "teacher={model: {name: org/big}, layout: {replicas: 2, tensor_parallel: 4}}"
+
+
+def test_a_teachers_engines_come_after_the_trainer_and_serve_their_own_model() -> None:
+    recipe = tiny(
+        "layout.inference.replicas=auto", "layout.trainer.ranks=auto", "algorithm.type=opd", TEACHER
+    )
+    made = plan(recipe, gpu_profile(nodes=4))
+    main = made.phase("main")
+    taught = main.of_role(Role.TEACHER)
+    assert [(each.nodes, each.accelerators) for each in taught] == [
+        ((3,), (0, 1, 2, 3)),
+        ((3,), (4, 5, 6, 7)),
+    ]
+    assert main.process("trainer-0").nodes == (2,) and len(main.of_role(Role.INFERENCE)) == 16
+    assert [(each.on_exit, each.log, each.ready_timeout_s) for each in taught] == [
+        ("restart", f"teacher/{index}.log", 1800) for index in (0, 1)
+    ]
+    assert any("teacher: 1 nodes of its own for 2 engines" in note for note in made.notes)
+    theirs = main.for_teacher()
+    assert theirs.model_path == theirs.recipe.model.name == "org/big"
+    assert (theirs.recipe.layout.inference.tensor_parallel, theirs.recipe.max_model_len) == (4, 129)
+    assert not made.phase("warmup").of_role(Role.TEACHER)
+    adapted = recipe.model_copy(update={"lora": LoRA()})
+    assert adapted.for_teacher().policy_name == "org/big"  # adapters are the policy's alone
+
+
+def test_a_teacher_shares_the_only_node_and_one_at_an_address_takes_nothing() -> None:
+    local = load_profile("local").profile
+    shared = tiny("algorithm.type=opd", "teacher.model.name=org/big")
+    processes = plan(shared, local).phase("main").processes
+    assert {each.name: each.accelerators for each in processes if each.accelerators} == {
+        "inference-0": (0,),
+        "trainer-0": (1, 2),
+        "teacher-0": (3,),
+    }
+    remote = tiny("algorithm.type=sft_distill", "teacher={url: 'http://h/v1', model: {name: t}}")
+    assert not plan(remote, local).phase("main").of_role(Role.TEACHER)
+
+
+def test_a_teacher_runs_in_the_software_of_inference_unless_it_has_its_own() -> None:
+    recipe = tiny("algorithm.type=opd", "teacher.model.name=org/big")
+    roles = {"inference": {"python": "/vllm/python", "env": {"A": "1"}}}
+    for more, python in (({}, "/vllm/python"), ({"teacher": {"python": "/newer/python"}}, "/newer/python")):
+        profile = Profile.model_validate({"name": "p", "software": {"roles": {**roles, **more}}})
+        teacher = plan(recipe, profile).phase("main").process("teacher-0")
+        assert teacher.argv[0] == python and "VLLM_NO_USAGE_STATS" in teacher.env
+
+
 def test_a_role_may_have_its_own_interpreter() -> None:
     profile = load_profile("local").profile.model_dump()
     profile["software"]["roles"] = {"inference": {"python": "/vllm/bin/python"}}
@@ -138,6 +195,21 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
     ("overrides", "profile", "says"),
     [
         (["layout.trainer.ranks=4"], load_profile("local").profile, ["5 accelerators", "has 4"]),
+        (
+            ["layout.trainer.ranks=3", "algorithm.type=opd", "teacher.model.name=t"],
+            load_profile("local").profile,
+            ["5 accelerators", "3 trainer ranks + 1 of the teacher", "has 4"],
+        ),
+        (
+            ["layout.trainer.nodes=2", "algorithm.type=opd", "teacher.model.name=t"],
+            gpu_profile(3),
+            ["4 nodes", "has 3", "teacher.layout.replicas"],
+        ),
+        (
+            ["algorithm.type=opd", "teacher={model: {name: t}, layout: {tensor_parallel: 16}}"],
+            gpu_profile(1),
+            ["16 accelerators", "teacher.layout.tensor_parallel"],
+        ),
         (["layout.inference.tensor_parallel=16"], gpu_profile(1), ["16 accelerators", "has 8"]),
         (["layout.inference.tensor_parallel=12"], gpu_profile(4), ["12 accelerators", "multiple of 8"]),
         (
@@ -204,6 +276,7 @@ def test_auto_context_is_the_least_degree_with_which_a_row_fits(
     ranks=st.one_of(st.just("auto"), st.integers(1, 16)),
     inference_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
     trainer_nodes=st.one_of(st.just("auto"), st.integers(1, 4)),
+    teacher=st.one_of(st.none(), st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 8]))),
 )
 def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
     nodes: int,
@@ -214,6 +287,7 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
     ranks: int | str,
     inference_nodes: int | str,
     trainer_nodes: int | str,
+    teacher: tuple[int, int] | None,
 ) -> None:
     layout = {
         "inference": {
@@ -224,7 +298,11 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
         },
         "trainer": {"nodes": trainer_nodes, "ranks": ranks},
     }
-    recipe = Recipe.model_validate({**tiny().model_dump(), "layout": layout})
+    changes: dict = {"layout": layout}
+    if teacher is not None:
+        shape = {"replicas": teacher[0], "tensor_parallel": teacher[1]}
+        changes |= {"teacher": {"model": {"name": "t"}, "layout": shape}, "algorithm": {"type": "opd"}}
+    recipe = Recipe.model_validate({**tiny().model_dump(), **changes})
     try:
         made = plan(recipe, gpu_profile(nodes, gpus))
     except ConfigError:
@@ -237,6 +315,9 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
         assert all(node < len(made.nodes) <= nodes and slot < (gpus or 4) for node, slot in taken)
         for engine in phase.of_role(Role.INFERENCE):
             assert len(engine.nodes) * len(engine.accelerators) == tensor_parallel * data_parallel
+    teachers = made.phase("main").of_role(Role.TEACHER)
+    assert len(teachers) == (teacher[0] if teacher else 0)
+    assert all(len(each.nodes) * len(each.accelerators) == teacher[1] for each in teachers if teacher)
 
 
 def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rewards of a group → what its tokens are trained on, one file per algorithm. Pure NumPy.
 
-Reading order: base → grpo → grpo_std → rloo → opo → max_rl → length_penalty → rae → hierarchical_grpo → echo → custom.
+Reading order: base → grpo → grpo_std → rloo → opo → max_rl → length_penalty → rae → hierarchical_grpo → echo → opd →
+opsd → sft_distill → custom.
 A new one is a file named like its ``type``, which ends in ``ALGORITHM = <its class>``, and a block in
 ``recipe/algorithm_schema.py``.
 """
@@ -24,9 +25,7 @@ def make_algorithm(config: algorithm_schema.Algorithm) -> Algorithm:
 
 def algorithms_of(recipe: Recipe) -> list[Algorithm]:
     """One for each training environment: its own where it has one, else the recipe's."""
-    return [
-        make_algorithm(environment.algorithm or recipe.algorithm) for environment in recipe.environments.train
-    ]
+    return [make_algorithm(config) for config in recipe.algorithms]
 
 
 __all__ = ["Algorithm", "algorithms_of", "make_algorithm"]

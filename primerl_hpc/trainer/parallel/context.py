@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import TrainerLayout
+from primerl_hpc.recipe.layout_schema import TrainerLayout
 from primerl_hpc.trainer.parallel.mesh import World
 
 

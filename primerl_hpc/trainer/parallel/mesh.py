@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.plan.degrees import check_degrees
-from primerl_hpc.recipe.schema import TrainerLayout
+from primerl_hpc.recipe.layout_schema import TrainerLayout
 
 MAX_AUTO_EXPERT_RANKS = 8  # all-to-all leaves a node's fast links beyond this
 

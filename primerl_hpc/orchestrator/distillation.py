@@ -1,0 +1,85 @@
+"""What opd, opsd and sft_distill need beside the environments: a teacher, and the policy's own renderer.
+
+    distillation = Distillation(run, recipe)        # raises ConfigError: a key is missing
+    await distillation.prepare(handles)             # raises ConfigError or DataError: what would fail later
+    await distillation.score(rollout, episode, config, task.data, router_url)
+
+Of a recipe without these algorithms it is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.self_teacher import SelfTeacher, check_demonstrations
+from primerl_hpc.orchestrator.teacher import TeacherClient
+from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.recipe.algorithm_schema import OPD, OPSD, Algorithm
+from primerl_hpc.recipe.renderer import make_renderer
+from primerl_hpc.recipe.schema import Model, Recipe
+
+if TYPE_CHECKING:
+    from verifiers.v1.episode import Episode
+
+    from primerl_hpc.orchestrator.runner import EnvHandle
+
+
+class Distillation:
+    def __init__(self, run: RunDir, recipe: Recipe) -> None:
+        self.run, self.recipe = run, recipe
+        self.teacher = None if recipe.teacher is None else TeacherClient(run, recipe.teacher)
+        self.self_teacher: SelfTeacher | None = None
+        self.renderer: Any = None
+
+    async def prepare(self, handles: Sequence[EnvHandle]) -> None:
+        """Load the policy's tokenizer, look at tasks, try the teacher. ``handles``: of the training environments."""
+        kinds = set(self.recipe.algorithm_types)
+        if not kinds & {"opd", "opsd", "sft_distill"}:
+            return
+        for handle, config in zip(handles, self.recipe.algorithms, strict=True):
+            if isinstance(config, OPSD):
+                check_demonstrations(config, handle.environment.label, handle.tasks)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, self.recipe.model)
+        if kinds & {"opsd", "sft_distill"}:
+            self.renderer = make_renderer(self.recipe.model, tokenizer)
+        if "opsd" in kinds:
+            self.self_teacher = SelfTeacher(self.run, self.recipe, self.renderer)
+        if self.teacher is not None:
+            await self.teacher.check(kinds, seq_len=self.recipe.seq_len, tokenizer=tokenizer)
+
+    async def score(
+        self,
+        rollout: Rollout,
+        episode: Episode[Any, Any, Any],
+        config: Algorithm | None,
+        data: dict[str, Any],
+        *,
+        router_url: str,
+        live_version: Callable[[], int],
+    ) -> None:
+        """Give the samples of an opd or opsd rollout their reference's log-probabilities. Raises RolloutFailed."""
+        if isinstance(config, OPD):
+            assert self.teacher is not None  # the recipe is validated
+            await self.teacher.add_logprobs(rollout)
+        elif isinstance(config, OPSD):
+            assert self.self_teacher is not None
+            text = config.template.format(demonstration=data[config.demo_key])
+            await self.self_teacher.add_logprobs(
+                rollout, episode, text, url=f"{router_url}/v1", version=live_version()
+            )
+
+    async def close(self) -> None:
+        for client in (self.teacher, self.self_teacher):
+            if client is not None:
+                await client.close()
+
+
+def _load_tokenizer(model: Model) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer or model.name, trust_remote_code=model.trust_remote_code
+    )

@@ -1,0 +1,96 @@
+"""The teacher of opsd: the live policy, which has read a demonstration of the task that it is to score.
+
+    teacher = SelfTeacher(run, recipe, renderer)
+    await teacher.add_logprobs(rollout, episode, "The answer is 4.", url="http://n0:8000/v1", version=3)
+
+Only the prompt is rendered anew, with the demonstration in its system message; the tokens from the first sampled one on
+are the sample's own, so the scores belong to the very ids that are trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.rundir import RunDir, ensure_api_key
+from primerl_hpc.envs.tasks import EnvironmentTask
+from primerl_hpc.orchestrator.prompt_logprobs import PromptLogprobs
+from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample, trained_branches
+from primerl_hpc.recipe.algorithm_schema import OPSD
+from primerl_hpc.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from verifiers.v1.episode import Episode
+    from verifiers.v1.trace import Branch
+
+
+class SelfTeacher:
+    def __init__(self, run: RunDir, recipe: Recipe, renderer: Any) -> None:
+        self.renderer, self.max_tokens = renderer, recipe.max_model_len - 1  # vLLM samples one
+        self._scores = PromptLogprobs(recipe.policy_name, ensure_api_key(run))
+
+    async def add_logprobs(
+        self,
+        rollout: Rollout,
+        episode: Episode[Any, Any, Any],
+        text: str,
+        *,
+        url: str,
+        version: int,
+    ) -> None:
+        """Give each sample ``ref_logprobs`` [N] of the live ``version``, which reads ``text`` first. Raises RolloutFailed."""
+        salt = f"{env.incarnation()}.{version}"
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        branches = [path.branch for trace in traces for path in trained_branches(trace)]
+        pairs = zip(rollout.samples, branches, strict=True)
+        await asyncio.gather(*(self._score(sample, branch, text, url, salt) for sample, branch in pairs))
+
+    async def _score(self, sample: Sample, branch: Branch, text: str, url: str, salt: str) -> None:
+        first = branch.sampled_mask.index(True)
+        prompt = demonstrated_prompt(self.renderer, branch, text)
+        tokens = prompt + sample.token_ids[first:].tolist()
+        if len(tokens) > self.max_tokens:
+            raise RolloutFailed(
+                "TooLong",
+                f"with its demonstration it has {len(tokens)} tokens, and engines score {self.max_tokens}; "
+                "raise inference.max_model_len",
+            )
+        found = await self._scores.of(url, tokens, cache_salt=salt)
+        logprobs = np.zeros(sample.num_tokens, np.float32)
+        logprobs[first:] = found[len(prompt) :]
+        sample.ref_logprobs = np.where(sample.loss_mask, logprobs, np.float32(0))
+
+    async def close(self) -> None:
+        await self._scores.close()
+
+
+def demonstrated_prompt(renderer: Any, branch: Branch, text: str) -> list[int]:
+    """Tokens of what came before the first sampled one, with ``text`` at the beginning of the system message."""
+    from verifiers.v1.clients.train import tool_to_wire
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    before = takewhile(lambda node: not any(node.mask), branch.nodes)
+    messages = [message_to_wire(node.message) for node in before]
+    if messages and messages[0]["role"] == "system":
+        text = f"{text}\n\n{messages.pop(0)['content']}"
+    tools = [tool_to_wire(tool) for tool in branch.tools] or None
+    system = {"role": "system", "content": text}
+    return list(renderer.render_ids([system, *messages], tools=tools, add_generation_prompt=True))
+
+
+def check_demonstrations(config: OPSD, environment: str, tasks: Iterable[EnvironmentTask]) -> None:
+    """Raises DataError naming the first task that has none."""
+    for task in tasks:
+        if task.data.get(config.demo_key) is None:
+            known = ", ".join(sorted(task.data))
+            raise DataError(
+                f"task '{task.key}' has no '{config.demo_key}', which opsd shows to the policy that scores",
+                place=f"environment {environment}",
+                mend=f"set demo_key of the algorithm to one of: {known}",
+            )

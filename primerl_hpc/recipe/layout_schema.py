@@ -1,0 +1,76 @@
+"""Blocks of the recipe about what runs where: engines of the policy and of a teacher, trainer, orchestrator."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from primerl_hpc.common.block import Auto, Block, Bool, PositiveInt
+
+
+class EngineLayout(Block):
+    """The shape of one engine."""
+
+    tensor_parallel: PositiveInt = 1
+    """Accelerators that share one engine's matrices."""
+    data_parallel: PositiveInt = 1
+    """Data-parallel ranks inside one engine (mixture-of-experts models); dense models use ``replicas``."""
+    expert_parallel: Bool = False
+    """Spread experts over the tensor and data parallel ranks of an engine."""
+
+    @property
+    def accelerators_per_replica(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+
+class InferenceLayout(EngineLayout):
+    nodes: Auto | PositiveInt = "auto"
+    """Nodes for engines; ``auto``: what the other roles leave, or a share of a single node."""
+    replicas: Auto | PositiveInt = "auto"
+    """Independent engines behind the router; ``auto``: as many as fit."""
+    elastic: Bool = False
+    """Engines in a job array of their own, which join and leave a running trainer job; needs ``replicas``."""
+    partition: str | None = None
+    """Partition of the elastic engines; default: the profile's ``elastic.partition``, else the run's own."""
+
+    @model_validator(mode="after")
+    def _elastic_engines_are_counted(self) -> Self:
+        if self.partition is not None and not self.elastic:
+            raise ValueError("partition is for elastic engines; set elastic: true")
+        if self.elastic and (self.replicas == "auto" or self.nodes != "auto"):
+            raise ValueError("elastic engines need replicas, a number, and nodes: auto")
+        return self
+
+
+class TeacherLayout(EngineLayout):
+    replicas: PositiveInt = 1
+    """Engines; requests go to them in turn."""
+
+
+class TrainerLayout(Block):
+    nodes: Auto | PositiveInt = "auto"
+    """Nodes for the trainer; ``auto``: one, or a share of a single node."""
+    ranks: Auto | PositiveInt = "auto"
+    """Trainer processes in all, one per accelerator; ``auto``: every accelerator of its nodes."""
+    replicate: PositiveInt = 1
+    """HSDP: copies of the sharded model; must divide ranks."""
+    context_parallel: Auto | PositiveInt = 1
+    """Ranks that share one sequence; ``auto``: as many as leave each at most 32,768 of its tokens."""
+    context_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """How they share it: heads for tokens by all-to-all (ulysses), or keys and values handed round (ring); ``auto``: ulysses where the heads divide."""
+    expert_parallel: Auto | PositiveInt = "auto"
+    """Ranks that share the experts of a mixture-of-experts model; ``auto``: the most, within a node and up to 8, that divide experts and ranks."""
+    expert_backend: Literal["torch", "deepep"] = "torch"
+    """What carries tokens to their experts: all-to-all of torch, or DeepEP (NVIDIA, to be installed by hand)."""
+
+
+class OrchestratorLayout(Block):
+    place: Literal["head", "trainer", "cpu-partition"] = "head"
+    """Which node runs the orchestrator, the router and the environment servers."""
+
+
+class Layout(Block):
+    inference: InferenceLayout = InferenceLayout()
+    trainer: TrainerLayout = TrainerLayout()
+    orchestrator: OrchestratorLayout = OrchestratorLayout()

@@ -1,0 +1,116 @@
+"""Distillation on CPU, as a user runs it: a policy that copies half of the words learns from a teacher that reverses them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
+from tests.e2e.runs import SFT_RECIPE, START_S, TINY, command, events, wait_for_end
+from tests.support import wait_for
+
+pytestmark = pytest.mark.e2e
+STEPS = 10
+SHORT = (
+    f"max_steps={STEPS}",
+    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 64}}]",
+    "checkpoint.interval=null",
+    "optimizer.lr=1.0e-3",
+    "scheduler.warmup_steps=0",
+)
+
+
+@pytest.fixture(scope="module")
+def better_model(work: Path, warm_model: Path) -> Path:
+    """The warm model, taught further by the right demonstrations alone."""
+    rows = map(json.loads, (work / "outputs" / "tiny" / "sft.jsonl").read_text().splitlines())
+    right = [json.dumps(row) for row in rows if row["completion"] == row["prompt"][::-1]]
+    (work / "right.jsonl").write_text("\n".join(right))
+    recipe = work / "better.yaml"
+    recipe.write_text(SFT_RECIPE.format(tiny=TINY, data=work / "right.jsonl"))
+    changes = [f"model.name={warm_model}/weights/step_300", "max_steps=100"]
+    words = [word for text in changes for word in ("--set", text)]
+    command("submit", str(recipe), "-p", "local", "--run-dir", "runs/better", *words, "--follow", cwd=work)
+    return work / "runs" / "better" / "weights" / "step_100"
+
+
+def assert_it_learnt(run: RunDir, loss: str) -> None:
+    assert wait_for_end(run, 600) == RunState.DONE, run.events.read_text()[-2000:]
+    evaluations = read_steps(run.metrics("eval"))
+    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, STEPS))
+    assert before < 0.75 and after > before + 0.1, (before, after)
+    rows = read_steps(run.metrics("trainer"))
+    assert list(rows) == list(range(1, STEPS + 1))
+    for row in rows.values():
+        assert {name for name in ("ce", "ref_kl") if f"loss/{name}" in row} == {loss}, row
+
+
+def test_opd_learns_from_an_engine_that_the_run_starts_for_its_teacher(
+    start: Callable[..., RunDir], better_model: Path, work: Path
+) -> None:
+    teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
+    run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}")
+    assert_it_learnt(run, "ref_kl")
+    assert "teacher-0" in {row["process"] for row in events(run, "role_ready")}
+    assert read_json(run.state)["processes"]["teacher-0"]["log"] == "teacher/0.log"
+    said = command("logs", run.root.name, "teacher", "--lines", "2000", cwd=work).stdout
+    assert f"serving {better_model}" in said and "serving policy version" not in said
+
+
+@dataclass
+class Api:
+    url: str
+    is_open: Event
+    """Until then it answers the run's question whether it is there, and makes rollouts wait."""
+
+
+@pytest.fixture
+def reversing_api() -> Iterator[Api]:
+    """Somebody else's chat API, whose model reverses words; its key is ``theirs``."""
+    is_open = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
+            is_theirs = self.headers.get("authorization") == "Bearer theirs" and body["model"] == "reverser"
+            message = {"role": "assistant", "content": str(body["messages"][-1]["content"])[::-1]}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            head = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+            text = json.dumps({**head, "choices": [choice], "usage": usage}).encode()
+            self.send_response(200 if is_theirs else 401)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=http.serve_forever, daemon=True).start()
+    yield Api(f"http://127.0.0.1:{http.server_port}/v1", is_open)
+    is_open.set()
+    http.shutdown()
+    http.server_close()
+
+
+def test_sft_distill_learns_from_the_replies_of_any_chat_api(
+    start: Callable[..., RunDir], reversing_api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THEIR_KEY", "theirs")
+    teacher = f"{{url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
+    run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}")
+    wait_for(lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy", START_S)
+    reversing_api.is_open.set()
+    assert_it_learnt(run, "ce")
