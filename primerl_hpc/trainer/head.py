@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of chosen tokens without ever holding tokens × vocabulary.
 
 log π(y|h) = z_y − logsumexp(z) with z = W h / T, entropy H = −Σ π log π. Forward and backward go
-over chunks of tokens; backward recomputes a chunk's logits from what forward kept (h, W and the log-sum-exp):
-∂ log π / ∂z = onehot(y) − softmax(z). Entropy carries no gradient.
+over chunks of tokens; backward recomputes a chunk's π from what forward kept (h, W and the log-sum-exp), all but that of the
+last chunk, which it begins with: ∂ log π / ∂z = onehot(y) − softmax(z). Entropy carries no gradient.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ class ChunkedLogprob(torch.autograd.Function):
         logprobs, entropies, log_sums = (
             torch.empty(len(hidden), device=hidden.device, dtype=torch.float32) for _ in range(3)
         )
+        ctx.last_probs = None
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = F.linear(hidden[part], weight).float().div_(temperatures[part, None])
-            log_sum = torch.logsumexp(logits, -1)
-            log_sums[part] = log_sum
-            logs = logits.sub_(log_sum[:, None])
+            chosen = logits.gather(-1, targets[part, None])[:, 0]
+            logs = torch.log_softmax(logits, -1)  # one kernel; torch.logsumexp is four, with copies
+            del logits  # what is no more needed would live beside the next chunk's
             logprobs[part] = logs.gather(-1, targets[part, None])[:, 0]
-            entropies[part] = -logs.exp().mul_(logs).sum(-1)
+            log_sums[part] = chosen - logprobs[part]
+            probs = logs.exp()
+            entropies[part] = -logs.mul_(probs).sum(-1)
+            if part.stop >= len(hidden):
+                ctx.last_probs = probs
+            del logs, probs
         ctx.save_for_backward(hidden, weight, targets, temperatures, log_sums)
         ctx.chunk_tokens = chunk_tokens
         ctx.mark_non_differentiable(entropies)
@@ -46,13 +52,16 @@ class ChunkedLogprob(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # not with adapters alone
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
-        for start in range(0, len(hidden), ctx.chunk_tokens):
+        probs, ctx.last_probs = ctx.last_probs, None
+        scaled = grad.float() / temperatures
+        for start in reversed(range(0, len(hidden), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
-            temperature = temperatures[part, None]
-            grad_logits = F.linear(hidden[part], weight).float().div_(temperature)
-            grad_logits.sub_(log_sums[part, None]).exp_().mul_(-grad[part, None])
-            grad_logits.scatter_add_(-1, targets[part, None], grad[part, None].float())
-            grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
+            if probs is None:
+                logits = F.linear(hidden[part], weight).float().div_(temperatures[part, None])
+                probs = logits.sub_(log_sums[part, None]).exp_()
+            grad_logits, probs = probs.mul_(-scaled[part, None]), None
+            grad_logits.scatter_add_(-1, targets[part, None], scaled[part, None])
+            grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is None:
                 continue
