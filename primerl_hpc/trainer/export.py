@@ -1,19 +1,22 @@
 """Policy versions as HF folders: every layer is gathered in turn, ranks share the writing.
 
-Memory is bounded by one layer per rank. Fused experts are written under their per-expert names, as engines expect.
-A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
+A rank writes beside the gathering: converting, checksums and the disk take their time together. Memory is bounded by one
+tensor on the device and `WRITERS` + 1 layers on the host per rank. Fused experts are written under their per-expert names, as
+engines expect. A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
 """
 
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -23,6 +26,7 @@ from primerl_hpc.recipe.training_schema import LoRA
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.model import Policy
 from primerl_hpc.trainer.setup import World
+from primerl_hpc.trainer.shards import write_safetensors
 from primerl_hpc.transport.weights_filesystem import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
@@ -31,7 +35,17 @@ from primerl_hpc.transport.weights_filesystem import (
 )
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WRITERS = 3
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that is written."""
+
+    entry: dict[str, Any]  # of the manifest
+    names: list[str]  # of its tensors
+    num_bytes: int  # of their data
 
 
 def publish_policy(run: RunDir, core: Core, version: int) -> None:
@@ -62,35 +76,56 @@ def export_weights(
         writer.begin()
     dist.barrier()
     groups = _by_layer(policy)
-    weight_map: dict[str, str] = {}
-    entries, total_bytes = [], 0
-    for number, group in enumerate(groups, start=1):
-        is_mine = (number - 1) % world.size == world.rank
-        part: dict[str, Tensor] = {}
-        for name, value in group:
-            whole = value.to(world.device)  # shards may live on the host
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole  # collective
-            if is_mine:
-                to = DTYPES[dtype] if whole.is_floating_point() else whole.dtype
-                part[name] = whole.detach().to(device="cpu", dtype=to)
-        if not is_mine:
-            continue
-        path = writer.shard_path(number, of=len(groups))
-        tensors = {
-            name: value.contiguous() for name, value in revert_weight_conversion(policy.hf, part).items()
-        }
-        save_file(tensors, path, metadata={"format": "pt"})
-        entries.append(writer.finish_file(path))
-        weight_map |= dict.fromkeys(tensors, path.name)
-        total_bytes += sum(value.numel() * value.element_size() for value in tensors.values())
-    gathered: list = [None] * world.size
-    dist.gather_object((weight_map, entries, total_bytes), gathered if world.is_leader else None)
+    written: list[Future[Shard]] = []
+    with ThreadPoolExecutor(WRITERS, "weights") as pool:
+        for number, group in enumerate(groups, start=1):
+            is_mine = (number - 1) % world.size == world.rank
+            gathered = {name: _gather(value, world, DTYPES[dtype], is_kept=is_mine) for name, value in group}
+            if not is_mine:
+                continue
+            if len(written) >= WRITERS:
+                written[-WRITERS].result()
+            path = writer.shard_path(number, of=len(groups))
+            written.append(pool.submit(_write_shard, path, gathered, policy.hf, DTYPES[dtype]))
+    shards = [each.result() for each in written]
+    mine = (
+        {name: shard.entry["name"] for shard in shards for name in shard.names},
+        [shard.entry for shard in shards],
+        sum(shard.num_bytes for shard in shards),
+    )
+    everyones: list = [None] * world.size
+    dist.gather_object(mine, everyones if world.is_leader else None)
     if world.is_leader:
-        everything = {name: file for each, _, _ in gathered for name, file in each.items()}
-        all_entries = [entry for _, each, _ in gathered for entry in each]
+        everything = {name: file for each, _, _ in everyones for name, file in each.items()}
+        all_entries = [entry for _, each, _ in everyones for entry in each]
         all_entries += writer.copy_model_files(model_folder, dtype=dtype)
-        all_entries.append(writer.write_index(everything, total_bytes=sum(each for _, _, each in gathered)))
+        all_entries.append(writer.write_index(everything, total_bytes=sum(each for _, _, each in everyones)))
         writer.commit(all_entries)
+
+
+def _gather(value: Tensor, world: World, dtype: torch.dtype, *, is_kept: bool) -> Tensor:
+    """The whole tensor on the host of the rank that keeps it. Collective.
+
+    From a GPU it comes as ``dtype``; on CPU it is converted while it is written.
+    """
+    value = value.to(world.device)  # shards may live on the host
+    whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    if not is_kept:
+        return whole.new_empty(0)  # and the memory is given back before the next one comes
+    if whole.device.type == "cpu":
+        return whole
+    return whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
+
+
+@torch.no_grad()
+def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Shard:
+    tensors = revert_weight_conversion(hf, whole)
+    crc32 = write_safetensors(path, tensors, {"format": "pt"}, dtype=dtype, with_crc32=True)
+    num_bytes = sum(
+        value.numel() * (dtype if value.is_floating_point() else value.dtype).itemsize
+        for value in tensors.values()
+    )
+    return Shard(WeightWriter.entry(path, crc32), list(tensors), num_bytes)
 
 
 def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:

@@ -35,17 +35,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.trainer.checkpoint import SIDE, STATE, checkpoint_state, checkpoint_tensors
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.muon import local
-
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from primerl_hpc.trainer.shards import write_safetensors
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -157,26 +147,3 @@ class ShardWriter(HuggingFaceStorageWriter):
         done: Future[list] = Future()
         done.set_result([])
         return done
-
-
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """The format of safetensors, written and made durable without a copy of the whole."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for name, value in tensors.items():
-        size = value.numel() * value.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in tensors.values():
-            flat = value.cpu().contiguous().reshape(-1)
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
-        file.flush()
-        os.fsync(file.fileno())

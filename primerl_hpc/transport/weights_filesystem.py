@@ -60,7 +60,12 @@ class WeightWriter:
         """Make a written file durable; its manifest entry ``{name, size_bytes, crc32}``."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        return {"name": path.name, "size_bytes": path.stat().st_size, "crc32": crc32_of_file(path)}
+        return WeightWriter.entry(path, crc32_of_file(path))
+
+    @staticmethod
+    def entry(path: Path, crc32: int) -> dict[str, Any]:
+        """Manifest entry of a file that is durable already."""
+        return {"name": path.name, "size_bytes": path.stat().st_size, "crc32": crc32}
 
     def copy_model_files(self, model_folder: Path, *, dtype: str) -> list[dict[str, Any]]:
         """Copy config, tokenizer and the like; ``config.json`` says the exported dtype. Returns manifest entries."""

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""A policy version beside a plain sequential write of as many bytes on the same filesystem: MB/s of both.
+
+    tools/bench/weight_write.py                        # the shape of Qwen3-0.6B, random weights, written as bfloat16
+    tools/bench/weight_write.py --folder /scratch/me   # on that filesystem
+
+One rank exports its weights as the trainer does after every step: gathered layer by layer, converted to the engines' type and
+names, written, made durable, checksummed, marked stable. The plain write is one file in pieces of 8 MiB and an fsync. They take
+turns; the ratio is of the two writes of a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import ROOT, describe_machine
+
+sys.path.insert(0, str(ROOT))
+
+PIECE_BYTES = 8 << 20
+QWEN3_600M = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def plain_write(path: Path, num_bytes: int) -> float:
+    """Seconds to write and fsync one new file."""
+    piece = os.urandom(PIECE_BYTES)
+    started = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, num_bytes, PIECE_BYTES):
+            file.write(piece[: num_bytes - start])
+        os.fsync(file.fileno())
+    duration_s = time.perf_counter() - started
+    path.unlink()
+    return duration_s
+
+
+def build(folder: Path, shape: dict):
+    """A core of one rank with random weights."""
+    from primerl_hpc.common.listen import free_port
+    from primerl_hpc.common.rundir import RunDir
+    from primerl_hpc.recipe.schema import Recipe
+    from primerl_hpc.trainer.core import build_core
+    from primerl_hpc.trainer.setup import start_world
+    from primerl_hpc.trainer.watchdog import Watchdog
+
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape))
+    recipe = Recipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "x",
+            "model": {"name": str(model)},
+            "max_steps": 1,
+            "sft": {"data": {"path": "x"}},
+        }
+    )
+    run = RunDir(folder / "run")
+    watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
+    return run, build_core(recipe, str(model), start_world(recipe), watchdog, may_be_random=True)
+
+
+def take_turns(folder: Path, options: argparse.Namespace) -> tuple[int, list[float], list[float]]:
+    """Bytes of a version; seconds of the plain writes and of the exports."""
+    from primerl_hpc.common.rundir import STABLE
+    from primerl_hpc.trainer.export import export_weights
+
+    run, core = build(folder, QWEN3_600M | {"num_hidden_layers": options.layers})
+    size, plain, ours = 0, [], []
+    for turn in range(options.turns + 1):
+        started = time.perf_counter()
+        export_weights(
+            run, core.policy, turn, model_folder=core.folder, dtype=core.recipe.model.dtype, world=core.world
+        )
+        duration_s = time.perf_counter() - started
+        version = run.weights_step(turn)
+        size = sum(path.stat().st_size for path in version.iterdir())
+        run.delete_step(version, STABLE)
+        if turn:  # the first one makes what later ones find in memory
+            ours.append(duration_s)
+            plain.append(plain_write(folder / "plain", size))
+    return size, plain, ours
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, help="on the filesystem to measure; default: the temporary one"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        size, plain, ours = take_turns(Path(name), options)
+    ratios = sorted(plain_s / ours_s for plain_s, ours_s in zip(plain, ours, strict=True))
+    print(", ".join(f"{key} {value}" for key, value in describe_machine().items()))
+    print(f"{size / 1e9:.2f} GB a version")
+    for label, each in (("plain write", plain), ("export", ours)):
+        middle = statistics.median(each)
+        print(
+            f"{label:>12}: {middle:.2f} s ({min(each):.2f} to {max(each):.2f}), {size / middle / 1e6:,.0f} MB/s"
+        )
+    print(
+        f"export over plain: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # libraries' own teardown would bury the figures
