@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""The trainer on one GPU beside prime-rl's published figures: Qwen3-0.6B's shape, random weights, two rows a step.
+
+    tools/bench/trainer_speed.py                                   # on one H100 or H200
+    tools/bench/trainer_speed.py --divide 128 --layers 2           # does it run at all: short rows, also without a GPU
+    tools/bench/trainer_speed.py --set trainer.compile=true        # with another key of the recipe
+
+Each case is `primerl-hpc trainer --bench` or `sft --bench`. Tokens/s are of training alone, as theirs; the figures of theirs
+were measured on an H100 and count padding, of which there is none here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import ROOT, show
+from weight_write import QWEN3_600M
+
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    command: str
+    seq_len: int
+    goal: int  # tokens/s
+    theirs: int  # tokens/s
+    their_gib: float
+
+
+CASES = (
+    Case("trainer", 16_384, 30_000, 11_896, 12.5),
+    Case("trainer", 65_536, 18_000, 10_147, 19.6),
+    Case("sft", 8_192, 45_000, 26_005, 31.7),
+)
+
+
+def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespace) -> dict:
+    """The result of benchmark mode."""
+    seq_len = case.seq_len // options.divide
+    recipe = {
+        "kind": "rl" if case.command == "trainer" else "sft",
+        "name": "speed",
+        "model": {"name": str(folder)},
+        "seq_len": seq_len,
+        "max_steps": 1,
+        "layout": {"trainer": {"ranks": 1}},
+        "environments": {"train": [{"id": "reverse-text"}]},
+        "rollouts": {"batch_size": ROWS, "group_size": 1, "sampling": {"max_tokens": 8}},
+        "sft": {"data": {"path": "made-up"}, "batch_size": ROWS},
+    }
+    path = folder / f"{case.command}-{seq_len}.yaml"
+    path.write_text(json.dumps(recipe))
+    words = [case.command, "--bench", str(path), "-p", str(profile), "--steps", str(options.steps), "--json"]
+    changes = [word for change in options.changes for word in ("--set", change)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PRIMERL_RUNS_DIR": str(folder / "runs")}
+    done = subprocess.run(
+        [sys.executable, "-m", "primerl_hpc", *words, *changes],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    return json.loads(done.stdout)
+
+
+def row_of(case: Case, result: dict) -> dict:
+    speed, memory = result["rates"]["tokens_per_s_training"], result["peak_memory_gib"]
+    return {
+        "loop": result["loop"],
+        "seq_len": result["seq_len"],
+        "tokens/s": round(speed["median"]),
+        "lowest": round(speed["min"]),
+        "goal": case.goal,
+        "theirs": case.theirs,
+        "whole steps": round(result["rates"]["tokens_per_s"]["median"]),
+        "MFU": result["rates"].get("mfu", {}).get("median", float("nan")),
+        "GiB": memory.get("reserved", memory["resident"]),
+        "their GiB": case.their_gib,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=QWEN3_600M["num_hidden_layers"])
+    parser.add_argument("--divide", type=int, default=1, help="row lengths by this")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    options = parser.parse_args()
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    node = {"gpus": 1} if has_gpu else {"gpus": 0, "cpu_slots": 1}
+    local = {"name": "here", "nodes": 1, "scheduler": {"type": "local"}, "network": {"address": "loopback"}}
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape = QWEN3_600M | {"num_hidden_layers": options.layers, "max_position_embeddings": 65_536}
+        (folder / "config.json").write_text(json.dumps(shape))
+        profile = folder / "here.yaml"
+        profile.write_text(json.dumps(local | {"node": node}))
+        for case in CASES:
+            result = run_case(case, folder, profile, options)
+            rows.append(row_of(case, result))
+    device = result["device"]
+    show(
+        f"training of {options.layers} layers on one {device}, beside prime-rl's on one H100",
+        rows,
+        as_json=options.as_json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
