@@ -1,23 +1,28 @@
-"""``primerl-hpc eval`` for real: versions of a run on one engine, interrupted and taken up again; a model elsewhere."""
+"""``primerl-hpc eval`` for real: versions of a live run on one engine, a kill in between; a model elsewhere."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import socket
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.files import read_jsonl, write_json
+from primerl_hpc.common.lock import process_start_time
 from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir, read_endpoint
 from primerl_hpc.common.scores import read_scores
 from primerl_hpc.plan.engine_env import engine_env
 from tests.e2e.runs import TINY, command
 from tests.e2e.serving import READY_TIMEOUT_S, Serving
-from tests.support import end_role, run_role, start_role, wait_for
+from tests.support import end_role, start_role, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -35,12 +40,36 @@ def rollouts_by_version(run: RunDir) -> Counter[int]:
     return Counter(row["version"] for row in read_jsonl(run.traces("eval")) if "reward" in row)
 
 
-def test_versions_of_a_run_are_scored_on_one_engine_and_a_killed_evaluation_runs_only_what_is_missing(
+class LiveRun:
+    """A run that goes on, as far as others can tell, and publishes versions of another one when it is told to."""
+
+    def __init__(self, folder: Path, trained: Path) -> None:
+        self.run, self.trained = RunDir(folder), RunDir(trained)
+        self.run.control.mkdir(parents=True)
+        for path in (self.run.plan, self.run.recipe, self.run.profile):
+            shutil.copy(trained / path.name, path)
+        pid = os.getpid()
+        owner = {"host": socket.gethostname(), "pid": pid, "started": process_start_time(pid)}
+        write_json(self.run.supervisor_lock, owner)
+        write_json(self.run.state, {"state": RunState.RUNNING, "attempt": 1})
+
+    def publish(self, step: int) -> None:
+        making = self.run.weights / f"step_{step}.tmp"
+        shutil.copytree(self.trained.weights_step(step), making)
+        making.rename(self.run.weights_step(step))
+
+    def end(self) -> None:
+        write_json(self.run.state, {"state": RunState.DONE, "attempt": 1})
+
+
+def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_what_is_missing(
     home: Path, warm_model: Path
 ) -> None:
-    words = ("eval", str(warm_model), "--num-tasks", "16", "--run-dir", "runs/scored")
+    live = LiveRun(home / "runs" / "live", warm_model)
+    live.publish(100)
+    words = ("eval", "runs/live", "--num-tasks", "16", "--run-dir", "runs/scored")
     one_by_one = ("--set", "rollouts.max_in_flight=1", "--set", "inference.kv_cache_gib=0.0625")
-    command(*words, "--steps", "300", *one_by_one, "--dry-run", cwd=home)
+    command(*words, *one_by_one, "--dry-run", cwd=home)
     run = RunDir(home / "runs" / "scored")
     run.attempt_logs(1).mkdir(parents=True)
     servers = [start_role(run, "main", name, **engine_env("cpu")) for name in SERVERS]
@@ -49,12 +78,22 @@ def test_versions_of_a_run_are_scored_on_one_engine_and_a_killed_evaluation_runs
             wait_for(lambda name=name: read_endpoint(run, name), name, READY_TIMEOUT_S)
         evaluator = start_role(run, "main", "evaluator-0")
         wait_for(lambda: (0, "held-out") in read_scores(run), "the base model's scores", READY_TIMEOUT_S)
-        end_role(evaluator)  # one rollout at a time: version 300 has hardly begun
+        end_role(evaluator)  # one rollout at a time: version 100 has hardly begun
 
-        # more versions are asked for, in the same directory
-        command(*words, "--steps", "100,300", "--dry-run", cwd=home)
-        code, log = run_role(run, "main", "evaluator-0")
-        assert code == 0, log
+        # in the same directory again, to the end of the run that makes the versions
+        command(*words, "--watch", "--dry-run", cwd=home)
+        evaluator = start_role(run, "main", "evaluator-0")
+        servers.append(evaluator)
+        for step in (100, 300):
+            wait_for(lambda step=step: (step, "held-out") in read_scores(run), f"{step}", READY_TIMEOUT_S)
+            assert evaluator.poll() is None, "the run that it watches goes on"
+            if step == 100:
+                live.publish(300)
+        assert [lease.name.partition(".")[0] for lease in (live.run.weights / ".leases").iterdir()] == [
+            "step_300"
+        ]
+        live.end()
+        assert evaluator.wait(READY_TIMEOUT_S) == 0
     finally:
         for server in servers:
             end_role(server)
@@ -64,14 +103,14 @@ def test_versions_of_a_run_are_scored_on_one_engine_and_a_killed_evaluation_runs
     scores = {step: row for (step, _), row in read_scores(run).items()}
     assert scores[300]["avg@2"] > scores[0]["avg@2"] + 0.05, scores
     assert all(row["errors"] == 0 and row["tasks"] == 16 for row in scores.values())
-    assert set(read_steps(run.metrics("eval"))) == {0, 100, 300}
+    assert set(read_steps(run.metrics("eval"))) >= {100, 300}
     engine = (run.attempt_logs(1) / "inference-0.log").read_text()
     assert engine.count("starting vLLM on") == 1
     served = re.findall(r"serving policy version (\d+) from", engine)
     assert set(served) == {"100", "300"} and len(served) <= 3, served
 
     # with nothing missing the scores are shown at once, and nothing is started
-    again = command(*words, "--steps", "100,300", cwd=home)
+    again = command(*words, cwd=home)
     assert "nothing is missing" in again.stdout and not run.job.exists()
     assert [line.split()[:2] for line in again.stdout.splitlines() if line.startswith("held-out ")] == [
         ["held-out", "base"],
@@ -88,21 +127,9 @@ def test_a_model_elsewhere_is_asked_by_chat_completions_and_no_engine_is_started
     home: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELSEWHERE_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
-    words = (
-        *(
-            "eval",
-            str(TINY),
-            "-p",
-            "local",
-            "--num-tasks",
-            "8",
-            "--env",
-            "held-out",
-            "--env",
-            "alphabet-sort",
-        ),
-        *("--base-url", f"{serving.url('router-0')}/v1", "--model", str(serving.model)),
-    )
+    chosen = ["-p", "local", "--num-tasks", "8", "--env", "held-out", "--env", "alphabet-sort"]
+    server = ("--base-url", f"{serving.url('router-0')}/v1", "--model", str(serving.model))
+    words = ("eval", str(TINY), *chosen, *server)
     done = command(
         *(*words, "--key-variable", "ELSEWHERE_KEY", "--run-dir", "runs/elsewhere", "--follow"), cwd=home
     )
