@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,25 +19,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def lane(item: pytest.Item) -> tuple[int, str]:
+# end-to-end modules that share a fixture of the session
+SHARED = {
+    "serving": ("test_chat", "test_env_server", "test_inference"),
+    "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
+}
+
+
+def lane(nodeid: str) -> tuple[int, str]:
     """(rank, name) of the tests that one pytest-xdist worker runs in a row, because they share what is dear to start.
 
     The virtual cluster mostly waits, runs and engines mostly compute: started together, they fill the machine.
     """
-    folder, module = item.path.parent.name, item.path.stem
-    fixtures = getattr(item, "fixturenames", ())
+    folder, module = Path(nodeid.partition("::")[0]).with_suffix("").parts[-2:]
     if folder == "slurm":
         return 0, "slurm"
     if folder == "e2e":
-        shared = next((name for name in ("warm_model", "serving") if name in fixtures), module)
-        return 1, shared
+        return 1, next((name for name, modules in SHARED.items() if module in modules), module)
     return 2, f"{folder}/{module}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lane)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(lane(item)[1]))
+    items.sort(key=lambda item: lane(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid)[1]
+
+    return Lanes(config, log)
 
 
 @pytest.fixture(autouse=True)
