@@ -19,10 +19,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# end-to-end modules that share a fixture of the session
+# end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time
 SHARED = {
-    "serving": ("test_chat", "test_env_server", "test_inference"),
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
+    "serving": ("test_chat", "test_env_server", "test_inference"),
 }
 
 
@@ -35,8 +35,11 @@ def lane(nodeid: str) -> tuple[int, str]:
     if folder == "slurm":
         return 0, "slurm"
     if folder == "e2e":
-        return 1, next((name for name, modules in SHARED.items() if module in modules), module)
-    return 2, f"{folder}/{module}"
+        for rank, (name, modules) in enumerate(SHARED.items(), start=1):
+            if module in modules:
+                return rank, name
+        return 3, module
+    return 4, f"{folder}/{module}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
