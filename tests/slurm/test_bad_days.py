@@ -87,7 +87,7 @@ def test_a_full_disk_fails_the_run_with_a_clear_sentence_and_loses_no_complete_c
         subprocess.run(["rm", "-r", str(path)], check=True)
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
-    assert f"goes on after {steps[-1]}" in toy.log("trainer-0", attempt=2)
+    toy.wait_for_words(f"goes on after {steps[-1]}", "trainer-0", attempt=2)
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()

@@ -47,7 +47,7 @@ def add_trainer(toy: SlurmToy, code: str = TRAIN) -> SlurmToy:
 
 
 def assert_went_on(toy: SlurmToy, *, attempt: int, step: int) -> None:
-    wait_for(lambda: f"goes on after {step}\n" in toy.log("trainer-0", attempt), "the trainer's words")
+    toy.wait_for_words(f"goes on after {step}\n", "trainer-0", attempt)
 
 
 def finish(toy: SlurmToy) -> None:

@@ -33,7 +33,8 @@ def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resume
     assert toy.snapshot().state == RunState.RUNNING
     assert toy.endpoint("router-0")["host"] == read_json(toy.run.state)["host"] == CPU_HOST
     assert toy.endpoint("inference-0")["host"] == "n1"
-    assert "on n1 node 0" in toy.log("trainer-0_0") and "on n3 node 1" in toy.log("trainer-0_1")
+    toy.wait_for_words("on n1 node 0", "trainer-0_0")
+    toy.wait_for_words("on n3 node 1", "trainer-0_1")
     assert [row["nodes"] for row in toy.events("preflight_done")] == [4]
     wait_for(lambda: {"inference-0", "router-0"} <= set(toy.steps()), "accounting", tell=toy.steps)
     toy.cluster.on("n1", "kill", "-9", str(toy.endpoint("inference-0")["pid"]))
@@ -41,7 +42,7 @@ def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resume
 
     subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
     toy.wait_until_ready("inference-0", "trainer-0", "router-0", attempt=2)
-    assert "goes on after 2" in toy.log("trainer-0_0", attempt=2)
+    toy.wait_for_words("goes on after 2", "trainer-0_0", attempt=2)
 
     assert run_cli("cancel", str(toy.run.root), "--wait").returncode == 0
     toy.assert_nothing_is_left()
@@ -80,7 +81,7 @@ def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes
     saved = toy.run.latest_checkpoint()
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
-    assert f"goes on after {saved}" in toy.log("trainer-0_0", attempt=2)
+    toy.wait_for_words(f"goes on after {saved}", "trainer-0_0", attempt=2)
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()

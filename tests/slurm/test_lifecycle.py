@@ -44,7 +44,7 @@ def test_cancel_saves_and_stops_and_resume_goes_on(toy: SlurmToy) -> None:
     wait_for(lambda: (fact := toy.accounted()) is not None and fact.exit_code == 75, "its code in accounting")
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
-    assert "goes on after 2" in toy.log("trainer-0", attempt=2)
+    toy.wait_for_words("goes on after 2", "trainer-0", attempt=2)
     finish(toy)
 
 
@@ -101,7 +101,7 @@ def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmTo
         )
         assert toy.run.latest_checkpoint() == saved + 1
     toy.wait_until_ready("trainer-0", attempt=3)
-    assert "goes on after 3" in toy.log("trainer-0", attempt=3)
+    toy.wait_for_words("goes on after 3", "trainer-0", attempt=3)
     finish(toy)
     said, _ = follower.communicate(timeout=60)
     assert follower.returncode == 0 and re.findall(r"goes on after (\d)", said) == ["0", "2", "3"], said
@@ -198,9 +198,9 @@ def test_lost_nodes_send_their_runs_back_into_the_queue_and_they_go_on_elsewhere
             cluster.tool("return-node", node)
     for toy in (first, second):
         toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
-    assert "goes on after 1" in first.log("trainer-0", attempt=2)
+    first.wait_for_words("goes on after 1", "trainer-0", attempt=2)
     # a trainer that outlives its head is told by SLURM, and saves
-    assert "goes on after 2" in second.log("trainer-0", attempt=2)
+    second.wait_for_words("goes on after 2", "trainer-0", attempt=2)
     (first.run.root / "enough").touch()
     finish(second)
     finish(first)

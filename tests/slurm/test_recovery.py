@@ -35,7 +35,8 @@ def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_ta
     finally:
         toy.cluster.on("n2", "umount", "-l", str(toy.run.root))
     toy.assert_nothing_is_left()
-    assert "on n1" in toy.log("inference-0") and "on n3" in toy.log("trainer-0")
+    toy.wait_for_words("on n1", "inference-0")
+    toy.wait_for_words("on n3", "trainer-0")
     excluded = toy.events("node_excluded")
     assert [(row["node"], row["spare"]) for row in excluded] == [("n2", "n3")]
     assert "run directory" in excluded[0]["why"]
@@ -55,7 +56,8 @@ def test_too_few_good_nodes_send_the_run_back_into_the_queue_without_the_bad_one
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()
     assert toy.snapshot().attempt == 2
-    assert "on n2" in toy.log("inference-0", attempt=2) and "on n3" in toy.log("trainer-0", attempt=2)
+    toy.wait_for_words("on n2", "inference-0", attempt=2)
+    toy.wait_for_words("on n3", "trainer-0", attempt=2)
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["the job may not requeue", "it was excluded before"])
@@ -128,7 +130,7 @@ def test_roles_of_a_lost_node_move_to_a_spare_and_the_run_ends_in_the_same_attem
         wait_until_on(toy, "n3", 1)
         call_down("n3")
         wait_until_on(toy, "n4", 2)
-        assert "goes on after 1" in toy.log("trainer-0")
+        toy.wait_for_words("goes on after 1", "trainer-0")
         (toy.run.root / "enough").touch()
         toy.wait_for_state(RunState.DONE)
     finally:
@@ -156,7 +158,7 @@ def test_without_a_spare_left_the_run_goes_back_into_the_queue(new_toy: Callable
     # of four nodes it excludes two and needs three: let it have them again
     subprocess.run(["scontrol", "update", f"JobId={toy.job}", "ExcNodeList="], check=True)
     toy.wait_until_ready("router-0", "inference-0", "trainer-0", attempt=2)
-    assert "goes on after 1" in toy.log("trainer-0", attempt=2)
+    toy.wait_for_words("goes on after 1", "trainer-0", attempt=2)
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()

@@ -19,9 +19,10 @@ def test_roles_run_as_named_steps_on_their_nodes_and_a_finish_releases_all(toy: 
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()
     assert toy.fact().state == "COMPLETED"
-    assert "on n1 node 0" in toy.log("inference-0")
-    assert "on n2 node 0" in toy.log("trainer-0_0") and "on n3 node 1" in toy.log("trainer-0_1")
-    assert "on n4" in toy.log("orchestrator-0")
+    toy.wait_for_words("on n1 node 0", "inference-0")
+    toy.wait_for_words("on n2 node 0", "trainer-0_0")
+    toy.wait_for_words("on n3 node 1", "trainer-0_1")
+    toy.wait_for_words("on n4", "orchestrator-0")
     wait_for(lambda: {"inference-0", "trainer-0", "orchestrator-0"} <= set(toy.steps()), "accounting")
 
 
@@ -90,6 +91,8 @@ def test_roles_that_share_a_node_see_their_own_gpus_only(toy: SlurmToy) -> None:
         toy.processes[-1] = toy.processes[-1].model_copy(update={"accelerators": devices})
     toy.submit()
     toy.wait_for_state(RunState.DONE)
+    for index in range(4):
+        toy.wait_for_words("gpus ", f"trainer-{index}")
     seen = [toy.log(f"trainer-{index}").split("gpus ")[1].strip() for index in range(4)]
     assert seen == ["0,1", "2,3,4,5", "0,1,2,3,4,5,6,7", "none"]
 

@@ -59,9 +59,9 @@ def test_steps_with_and_without_gpus_start_in_every_spelling_of_the_request(
     toy.add(Role.TRAINER, DEVICES, OnExit.ENDS_PHASE, nodes=(0, 1), accelerators=8)
     toy.submit()
     toy.wait_for_state(RunState.DONE)
-    assert "devices none" in toy.log("orchestrator-0")
+    toy.wait_for_words("devices none", "orchestrator-0")
     for node in (0, 1):
-        assert "devices 0,1,2,3,4,5,6,7" in toy.log(f"trainer-0_{node}")
+        toy.wait_for_words("devices 0,1,2,3,4,5,6,7", f"trainer-0_{node}")
 
 
 def test_words_of_the_profile_reach_slurm_byte_for_byte(new_toy: Callable[..., SlurmToy]) -> None:

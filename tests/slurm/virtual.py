@@ -235,6 +235,10 @@ class SlurmToy:
 
         wait_for(is_ready, f"{processes} ready in attempt {attempt}", tell=self.words)
 
+    def wait_for_words(self, words: str, process: str, attempt: int = 1) -> None:
+        """In a log: what a process prints passes srun, and may come later than the files it writes."""
+        wait_for(lambda: words in self.log(process, attempt), f"'{words}' of {process}", tell=self.words)
+
     def wait_for_state(self, state: RunState, timeout_s: float = 90.0) -> None:
         wait_for(lambda: self.snapshot().state == state, f"state {state}", timeout_s, self.words)
 
