@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return lane(nodeid)[1]
 
     return Lanes(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For fixtures that outlive one test: they are made before its own state home is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIMERL_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)
