@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from primerl_hpc.cli.options import choose_profile, json_option, load_both, print_json, set_option
+from primerl_hpc.observe.text import shown
 
 BENCHED = ("trainer", "sft")
 _RATES = {
@@ -136,7 +137,7 @@ def make_request(**values: Any) -> Any:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Lines of at most 80 columns."""
+    """Lines of at most 80 columns, but for the path of a folder that lies elsewhere."""
     request, versions = result["request"], result["versions"]
     heading = [
         f"{result['loop']} · {result['model']}, {_si(result['parameters'])} parameters ({result['weights']})",
@@ -164,7 +165,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
     if result["collectives_s"] is not None:
         lines.append("collectives of the traced step, rank 0, computing beside them or not:")
         lines += [f"  {name:<16} {value:.3f} s" for name, value in result["collectives_s"].items()]
-        lines.append(f"traces: {result['request']['trace']}")
+        lines.append(f"traces: {shown(Path(result['request']['trace']))}")
     if result["peak_tflops"] is None:
         speed = result["tflops_per_rank"]["median"]
         lines.append(f"{speed:.3g} TFLOP/s per rank; no MFU: the peak is not known (--peak-tflops)")

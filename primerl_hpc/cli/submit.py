@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from primerl_hpc.cli.options import chain_options, json_option, load_both, print_json, recipe_and_profile
+from primerl_hpc.observe.text import shown
 
 EPILOG = """\b
 Examples:
@@ -56,7 +57,7 @@ def command(
         print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id, "jobs": jobs})
     else:
         click.echo(f"run {root.name} · job {' → '.join(jobs)} ({submitted.plan.scheduler})")
-        click.echo(f"    {_shown(root)}")
+        click.echo(f"    {shown(root)}")
     if follow:
         from primerl_hpc.observe.follow import follow_run
 
@@ -94,10 +95,3 @@ def _dry_run(loaded, profile, run_dir: Path | None, chain, as_json: bool) -> int
     else:
         click.echo("nothing was written or started; --run-dir D prepares D as well")
     return 0
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -13,6 +13,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.plot import format_count, format_duration, text_plot
 from primerl_hpc.observe.scores import score_text
+from primerl_hpc.observe.text import shown
 
 
 def print_summary(run: RunDir, state: RunState, message: str | None, seconds: float) -> None:
@@ -67,12 +68,12 @@ def _thin(points: list[tuple[int, float]], most: int = 5) -> list[tuple[int, flo
 def _print_places(run: RunDir, state: RunState) -> None:
     versions = run.stable_weights()
     if versions:
-        click.echo(f"weights         {_shown(run.weights_step(versions[-1]))}")
+        click.echo(f"weights         {shown(run.weights_step(versions[-1]))}")
     if run.scores.exists():
-        click.echo(f"scores          {_shown(run.scores)}")
-        click.echo(f"rollouts        {_shown(run.traces('eval'))}")
-    click.echo(f"logs            {_shown(run.latest_logs)}")
-    click.echo(f"numbers         {_shown(run.root / 'metrics')}")
+        click.echo(f"scores          {shown(run.scores)}")
+        click.echo(f"rollouts        {shown(run.traces('eval'))}")
+    click.echo(f"logs            {shown(run.latest_logs)}")
+    click.echo(f"numbers         {shown(run.root / 'metrics')}")
     name = run.root.name
     if state in (RunState.STOPPED, RunState.CANCELLED):
         click.echo(f"\nnext:  primerl-hpc resume {name}")
@@ -93,10 +94,3 @@ def _print_failure(run: RunDir, message: str | None) -> None:
     else:
         click.echo(f"failed: {message}")
     click.echo(f"\nnext:  primerl-hpc diagnose {run.root.name}   then   primerl-hpc resume {run.root.name}")
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

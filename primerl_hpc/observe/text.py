@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 WIDTH = 80
 HARD_BLANK = "\0"
@@ -11,6 +12,11 @@ HARD_BLANK = "\0"
 
 def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def shown(path: Path) -> str:
+    """As a user in this folder would type it: whole where it lies elsewhere."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def wrap(text: str, indent: str) -> list[str]:

@@ -157,7 +157,12 @@ def test_rates_are_of_the_counted_steps_and_saves_stand_apart():
     assert "mfu" not in summarize([dict(step) for step in STEPS], 2, None)["rates"]
 
 
-def test_the_table_fits_into_80_columns_and_says_why_there_is_no_mfu():
+def test_the_table_fits_into_80_columns_and_says_why_there_is_no_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.chdir(deep)
     result = summarize([dict(step) for step in STEPS], 2, None) | {
         "loop": "rl",
         "model": "Qwen3MoeForCausalLM",
@@ -167,13 +172,13 @@ def test_the_table_fits_into_80_columns_and_says_why_there_is_no_mfu():
         "device": "NVIDIA H100 80GB HBM3",
         "versions": {"torch": "2.13.0", "transformers": "5.17.0"},
         "seq_len": 131_072,
-        "request": BenchRequest(lengths="512-131072", trace="/t").model_dump(),
+        "request": BenchRequest(lengths="512-131072", trace=str(deep / "trace")).model_dump(),
         "peak_memory_gib": {"resident": 12.3, "allocated": 60.0, "reserved": 71.2},
         "collectives_s": {"all_gather": 0.1, "reduce_scatter": 0.2, "all_reduce": 0.001},
     }
     lines = table(result)
     assert max(map(len, lines)) <= 80
-    assert any("--peak-tflops" in line for line in lines)
+    assert "traces: trace" in lines and any("--peak-tflops" in line for line in lines)
     assert "".join(lines).count("MFU (") == 0 and lines[0].startswith("rl · Qwen3MoeForCausalLM, 30.5 B")
 
 
