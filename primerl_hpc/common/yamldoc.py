@@ -107,6 +107,7 @@ def parse_value(text: str) -> Any:
 def from_override(path: str, text: str, origin: str, *, is_text: bool = False) -> Document:
     """A document with one value: ``optimizer.lr``, ``1e-5`` → ``{optimizer: {lr: 1e-5}}``.
 
+    An item of a list is named by its index: ``environments.eval.0.interval``.
     ``is_text``: the key takes nothing but text, so that account ``0123`` needs no quotes; ``null`` is still null.
     """
     parts = path.split(".")
@@ -130,10 +131,32 @@ def _merge(
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge(merged[key], value, here, origins)
             continue
+        if isinstance(value, dict) and value and isinstance(merged.get(key), list) and _are_indices(value):
+            merged[key] = _merge_items(merged[key], value, here, origins)
+            continue
         merged[key] = value
         for stale in [each for each in origins if each.startswith(dotted(here) + ".")]:
             del origins[stale]
     return merged
+
+
+def _are_indices(keys: dict[str, Any]) -> bool:
+    return all(str(key).isdecimal() for key in keys)
+
+
+def _merge_items(
+    low: list[Any], high: dict[str, Any], path: tuple[str, ...], origins: dict[str, str]
+) -> list[Any]:
+    """Raises ConfigError for an index beyond the list."""
+    for index in high:
+        if int(index) >= len(low):
+            raise ConfigError(
+                f"{dotted((*path, index))}: {dotted(path)} has {len(low)} items, counted from 0"
+            )
+    by_index = {str(index): item for index, item in enumerate(low)}
+    return list(
+        _merge(by_index, {str(int(index)): item for index, item in high.items()}, path, origins).values()
+    )
 
 
 def _note_origins(node: yaml.Node, path: tuple[str | int, ...], name: str, origins: dict[str, str]) -> None:

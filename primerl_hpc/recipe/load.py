@@ -6,6 +6,7 @@ loaded.recipe.max_steps, loaded.document.origins["max_steps"]         # 5, '--se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,15 @@ def load_recipe(
 
 
 def with_overrides(document: Document, overrides: Sequence[str]) -> Document:
-    """A recipe's document with ``--set key=value`` laid over it. Raises ConfigError."""
+    """A recipe's document with ``--set key=value`` laid over it; ``a.0.b`` and ``a[0].b`` name an item of a list.
+
+    Raises ConfigError.
+    """
     for text in overrides:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value")
-        key = key.strip()
+        key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
         document = document.overlay(from_override(key, value, "--set", is_text=is_text(Recipe, key)))
     return document
 

@@ -64,6 +64,24 @@ def test_a_list_replaces_the_list_below_it(tmp_path: Path) -> None:
     assert [each.id for each in load_recipe(path).recipe.environments.train] == ["other"]
 
 
+def test_one_key_of_a_list_item_is_set_and_the_others_stay(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL, "base.yaml")
+    path = write(tmp_path, "base: base.yaml\nenvironments: {train: [{id: one, ratio: 2.0}, {id: two}]}\n")
+    loaded = load_recipe(
+        path,
+        overrides=["environments.train[0].id=7", "environments.train.1.ratio=3"],
+        environ={"PRIMERL_ENVIRONMENTS__TRAIN__0__RATIO": "5"},
+    )
+    first, second = loaded.recipe.environments.train
+    assert (first.id, first.ratio, second.id, second.ratio) == ("7", 5, "two", 3)
+    assert loaded.document.place(("environments", "train", 1, "ratio")) == "--set"
+    assert loaded.document.place(("environments", "train", 1, "id")).startswith(str(path))
+    with pytest.raises(
+        ConfigError, match=r"environments.train.2: environments.train has 2 items, counted from 0"
+    ):
+        load_recipe(path, overrides=["environments.train.2.id=three"])
+
+
 def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, MINIMAL + "optimizer: {lr: 3e-6}\n")).recipe.optimizer.lr == 3e-6
 
