@@ -38,9 +38,9 @@ def command(profile_name: str | None, nodes: int | None, as_json: bool) -> int:
         findings.append(finding)
         if not as_json:
             mark = click.style("ok  ", fg="green") if finding.is_ok else click.style("FAIL", fg="red")
-            click.echo(f"{mark} {finding.what:<21} {finding.said}")
+            click.echo(f"{mark} {finding.what:<23} {finding.said}")
             if not finding.is_ok and finding.mend:
-                click.echo(f"     {'':<21} mend: {finding.mend}")
+                click.echo(f"     {'':<23} mend: {finding.mend}")
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     return ExitCode.DONE if all(finding.is_ok for finding in findings) else ExitCode.CONFIG

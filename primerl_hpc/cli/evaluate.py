@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from primerl_hpc.cli.options import job_changes, json_option, print_json, profile_option, set_option
+from primerl_hpc.cli.options import for_recipe, json_option, print_json, profile_option, set_option
 
 EPILOG = """\b
 Examples:
@@ -111,7 +111,6 @@ def command(
         find_source,
         load_evaluation,
         submit_evaluation,
-        without_gpus,
     )
 
     source = find_source(target)
@@ -130,9 +129,7 @@ def command(
         replicas=replicas,
     )
     loaded = load_evaluation(source, request, overrides)
-    profile = _profile(source, profile_name)
-    if loaded.recipe.is_external:
-        profile = without_gpus(profile, job_changes())
+    profile = for_recipe(_profile(source, profile_name), loaded)
     if dry_run:
         return _dry_run(loaded, profile, run_dir, as_json)
     if run_dir is None and isinstance(source, RunDir) and model is None:

@@ -102,7 +102,8 @@ def load_both(recipe: str, profile_name: str | None, overrides: tuple[str, ...])
 
         known = ", ".join(each.removesuffix(".yaml") for each in list_assets("cluster_profiles"))
         raise ConfigError("no cluster profile was given", mend=f"use --profile with one of: {known}")
-    return load_recipe(recipe, overrides=list(overrides)), load_chosen_profile(name)
+    loaded = load_recipe(recipe, overrides=list(overrides))
+    return loaded, for_recipe(load_chosen_profile(name), loaded)
 
 
 def load_chosen_profile(name: str) -> Any:
@@ -110,6 +111,15 @@ def load_chosen_profile(name: str) -> Any:
     from primerl_hpc.cluster.load import load_profile
 
     return load_profile(name, overrides=job_changes())
+
+
+def for_recipe(profile: Any, loaded: Any) -> Any:
+    """The profile as it is, but without GPUs for a recipe that starts no engines."""
+    if not loaded.recipe.is_external:
+        return profile
+    from primerl_hpc.launch.evaluate import without_gpus
+
+    return without_gpus(profile, job_changes())
 
 
 def print_json(value: Any) -> None:

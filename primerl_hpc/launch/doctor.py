@@ -12,16 +12,17 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.cluster.schema import Node, Profile, Scheduler
 from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, ask, minutes
 from primerl_hpc.launch.estimate import estimate_start
 from primerl_hpc.launch.finding import Finding
 from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.render.engine import render_template
-from primerl_hpc.render.job import own_templates
+from primerl_hpc.render.job import cpu_component, own_templates
 
 
 def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
@@ -43,14 +44,22 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
         return
     try:
         yield Finding("SLURM", True, ask(["sinfo", "--version"]).strip())
-        yield from _partition(profile, ask)
+        parts = parts_of(profile)
+        rows = _partitions(ask)
+        for part in parts:
+            yield from _partition(part, rows)
         yield _accounting(ask)
-        if profile.scheduler.account is not None:
-            yield _account(profile, ask)
+        by_account = {
+            part.scheduler.account: part for part in reversed(parts)
+        }  # one that both name is asked once
+        for part in by_account.values():
+            if part.scheduler.account is not None:
+                yield _account(part, ask)
     except SchedulerError as error:
         yield Finding("controller", False, str(error), "try again; if it stays so, ask the site")
         return
-    yield _test_submission(profile)
+    for part in parts:
+        yield _test_submission(part, profile)
 
 
 def _runs_folder(profile: Profile) -> Finding:
@@ -68,38 +77,71 @@ def _runs_folder(profile: Profile) -> Finding:
     return Finding("run directory", free_gib > 1, f"{folder.resolve()}: {free_gib:,.0f} GiB free", mend)
 
 
-def _partition(profile: Profile, ask: Callable[[list[str]], str]) -> Iterator[Finding]:
-    """Name, state, walltime, nodes and their shape, as far as the profile claims something."""
-    wanted = profile.scheduler.partition
+@dataclass(frozen=True)
+class Part:
+    """Nodes of one shape that a run may ask for: those of ``scheduler``, or those of ``cpu_partition``."""
+
+    scheduler: Scheduler
+    node: Node
+    nodes: int
+    is_cpu: bool = False
+
+    def what(self, name: str) -> str:
+        return f"CPU {name}" if self.is_cpu else name
+
+    def mend(self, words: str) -> str:
+        """With the keys that say it for this part."""
+        if not self.is_cpu:
+            return words
+        words = re.sub(
+            r"\bscheduler\.(partition|account|qos|constraint|memory)\b", r"cpu_partition.\1", words
+        )
+        return words.replace("node.cores", "cpu_partition.cores")
+
+
+def parts_of(profile: Profile) -> list[Part]:
+    parts = [Part(profile.scheduler, profile.node, profile.nodes)]
+    if profile.cpu_partition is not None:
+        parts.append(Part(*cpu_component(profile), nodes=1, is_cpu=True))
+    return parts
+
+
+def _partitions(ask: Callable[[list[str]], str]) -> list[list[str]]:
+    """(name, state, walltime, nodes, generic resources, CPUs) by partition and node shape."""
     fields = SEPARATOR.join(["%R", "%a", "%l", "%D", "%G", "%c"])
     rows = [row.split(SEPARATOR) for row in ask(["sinfo", "--noheader", f"--format={fields}"]).splitlines()]
-    rows = [row for row in rows if len(row) == 6]
+    return [row for row in rows if len(row) == 6]
+
+
+def _partition(part: Part, rows: list[list[str]]) -> Iterator[Finding]:
+    """Name, state, walltime, nodes and their shape, as far as the profile claims something."""
+    what, wanted = part.what("partition"), part.scheduler.partition
     if wanted is None:
-        yield Finding("partition", True, "the site's default (the profile names none)")
+        yield Finding(what, True, "the site's default (the profile names none)")
         return
     mine = [row for row in rows if row[0] in wanted.split(",")]
     if not mine:
-        known = ", ".join(sorted({row[0] for row in rows}))
-        yield Finding("partition", False, f"there is no {wanted}", f"scheduler.partition: one of {known}")
+        mend = f"scheduler.partition: one of {', '.join(sorted({row[0] for row in rows}))}"
+        yield Finding(what, False, f"there is no {wanted}", part.mend(mend))
         return
     is_up = any(row[1] == "up" for row in mine)
-    yield Finding(
-        "partition", is_up, f"{wanted} is {mine[0][1]}", "wait, or choose another scheduler.partition"
-    )
-    asked, limit = minutes(profile.scheduler.time), max(minutes(row[2]) or 0 for row in mine)
+    mend = part.mend("wait, or choose another scheduler.partition")
+    yield Finding(what, is_up, f"{wanted} is {mine[0][1]}", mend)
+    asked, limit = minutes(part.scheduler.time), max(minutes(row[2]) or 0 for row in mine)
     if asked is not None and limit:
-        said = f"{profile.scheduler.time} of at most {mine[0][2]}"
-        yield Finding("walltime", asked <= limit, said, f"lower scheduler.time to {mine[0][2]}")
+        said = f"{part.scheduler.time} of at most {mine[0][2]}"
+        mend = f"lower scheduler.time to {mine[0][2]}"
+        yield Finding(part.what("walltime"), asked <= limit, said, mend)
     count = sum(int(row[3]) for row in mine)
-    yield Finding(
-        "nodes", count >= profile.nodes, f"{count}, the profile says {profile.nodes}", "lower nodes"
-    )
+    said = f"{count}, the profile says {part.nodes}"
+    yield Finding(part.what("nodes"), count >= part.nodes, said, "lower nodes")
     cores = max(int(row[5].rstrip("+")) for row in mine)
-    yield Finding("cores of a node", cores >= profile.node.cores, f"{cores}", f"lower node.cores to {cores}")
-    if profile.node.gpus and profile.scheduler.gpu_request == "gres":
+    mend = part.mend(f"lower node.cores to {cores}")
+    yield Finding(part.what("cores of a node"), cores >= part.node.cores, f"{cores}", mend)
+    if part.node.gpus and part.scheduler.gpu_request == "gres":
         gpus = max(count_gpus(row[4]) for row in mine)
         said, mend = f"{gpus} ({mine[0][4]})", f"node.gpus: {gpus}, or another scheduler.gpu_request"
-        yield Finding("GPUs of a node", gpus >= profile.node.gpus, said, mend)
+        yield Finding("GPUs of a node", gpus >= part.node.gpus, said, mend)
 
 
 def count_gpus(gres: str) -> int:
@@ -116,8 +158,8 @@ def _accounting(ask: Callable[[list[str]], str]) -> Finding:
     return Finding("accounting", True, "sacct answers")
 
 
-def _account(profile: Profile, ask: Callable[[list[str]], str]) -> Finding:
-    wanted, user = profile.scheduler.account, getpass.getuser()
+def _account(part: Part, ask: Callable[[list[str]], str]) -> Finding:
+    wanted, user, what = part.scheduler.account, getpass.getuser(), part.what("account")
     try:
         words = [
             "sacctmgr",
@@ -130,27 +172,27 @@ def _account(profile: Profile, ask: Callable[[list[str]], str]) -> Finding:
         ]
         mine = sorted(set(ask(words).split()))
     except SchedulerError as error:
-        return Finding("account", True, f"{wanted} (cannot be looked up: {error})")
+        return Finding(what, True, f"{wanted} (cannot be looked up: {error})")
     known = ", ".join(mine) or "none"
-    return Finding(
-        "account", wanted in mine, f"{wanted}; yours: {known}", f"scheduler.account: one of {known}"
-    )
+    mend = part.mend(f"scheduler.account: one of {known}")
+    return Finding(what, wanted in mine, f"{wanted}; yours: {known}", mend)
 
 
-def _test_submission(profile: Profile) -> Finding:
+def _test_submission(part: Part, profile: Profile) -> Finding:
     """One node, with everything the profile asks for."""
+    what = part.what("test submission")
     plan = SimpleNamespace(name="doctor", nodes=(0,), spare_nodes=0)
     directives = render_template(
         "partials/directives.j2",
         first=own_templates(profile),
         plan=plan,
-        scheduler=profile.scheduler,
-        node=profile.node,
+        scheduler=part.scheduler,
+        node=part.node,
         output=os.devnull,
     )
     try:
         found = estimate_start(f"#!/bin/bash\n{directives}\ntrue\n", timeout_s=COMMAND_TIMEOUT_S)
     except SchedulerError as error:
         mend = error.mend or "change what the profile asks for: the site refuses it"
-        return Finding("test submission", False, error.cause, mend)
-    return Finding("test submission", True, f"one node of {found.partition} would start at {found.start}")
+        return Finding(what, False, error.cause, part.mend(mend))
+    return Finding(what, True, f"one node of {found.partition} would start at {found.start}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from primerl_hpc.cluster.load import LoadedProfile, change_profile
+from primerl_hpc.cluster.schema import Scheduler
 from primerl_hpc.common.errors import ConfigError, NotFoundError, OccupiedError
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.common.registry import find_run, register_run
@@ -140,20 +141,35 @@ def _environments(recipe: Recipe, request: EvalRequest) -> tuple[EvalEnvironment
     return tuple(each.model_copy(update=changes) for each in chosen or known.values())
 
 
+_OF_ITS_NODES: dict[str, Any] = {
+    name: Scheduler.model_fields[name].default
+    for name in ("memory_per_cpu", "memory_per_gpu", "gres", "reservation", "nodelist", "switches", "hint")
+}
+"""What a profile says of the nodes of its partition, and means of no other; nothing by default."""
+
+
 def without_gpus(profile: LoadedProfile, said: Sequence[str] = ()) -> LoadedProfile:
     """The profile for a job that starts no engines: no GPUs, and the site's CPU partition where it is described.
 
     ``said``: what the user changed in the profile, as ``key=value``; that stays.
     """
-    if not profile.profile.node.gpus:
+    scheduler, asked = profile.profile.scheduler, profile.profile.cpu_partition
+    other_gres = tuple(each for each in scheduler.gres if not each.startswith("gpu"))
+    if not profile.profile.node.gpus and other_gres == scheduler.gres:
         return profile
     changes: dict[str, Any] = {"node": {"gpus": 0}}
-    if (asked := profile.profile.cpu_partition) is not None:
+    wanted: dict[str, Any] = {"gres": other_gres, "memory_per_gpu": None}
+    if asked is not None:
         own = asked.model_dump(exclude={"cores"})
-        kept = {text.partition("=")[0].strip() for text in said}
-        kept |= {f"scheduler.{name}" for name in ("account", "qos") if own[name] is None}
-        changes["scheduler"] = {name: value for name, value in own.items() if f"scheduler.{name}" not in kept}
+        inherited = [name for name in ("account", "qos") if own[name] is None]
+        wanted = {name: value for name, value in {**_OF_ITS_NODES, **own}.items() if name not in inherited}
         changes["node"]["cores"] = asked.cores
+    kept = {text.partition("=")[0].strip().removeprefix("scheduler.") for text in said}
+    changes["scheduler"] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in wanted.items()
+        if name not in kept and value != getattr(scheduler, name)
+    }
     return change_profile(profile, changes, "evaluation.external")
 
 

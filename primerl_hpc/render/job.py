@@ -29,7 +29,7 @@ def render_job(plan: Plan, profile: Profile, *, python: str, package_root: str |
     quiet = {"dependency": None, "begin": None, "mail_type": (), "mail_user": None}
     scheduler = profile.scheduler.model_copy(update=quiet)
     others = plan.model_copy(update={"nodes": tuple(each for each in plan.nodes if not each.is_cpu)})
-    cpu = _cpu_component(profile)
+    cpu = dict(zip(("scheduler", "node"), cpu_component(profile), strict=True))
     return _render("job.sbatch", others, profile, python, package_root, scheduler=scheduler, cpu=cpu)
 
 
@@ -61,17 +61,17 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
     return _render("engines.sbatch", one, profile, python, package_root, **more)
 
 
-def _cpu_component(profile: Profile) -> dict[str, object]:
-    """``scheduler`` and ``node`` of the one CPU node, which has the run's own account, walltime and wishes."""
+def cpu_component(profile: Profile) -> tuple[Scheduler, Node]:
+    """What the one node of ``cpu_partition`` is asked for: it has the run's own account, walltime and wishes."""
     asked, common = profile.cpu_partition, profile.scheduler
-    assert asked is not None  # the planner asked for it
+    assert asked is not None
     kept = ("account", "qos", "time", "dependency", "begin", "nice", "wckey")
     kept += ("comment", "mail_type", "mail_user")
     values = {name: getattr(common, name) for name in kept}
     values |= {"partition": asked.partition, "constraint": asked.constraint, "exclusive": asked.exclusive}
     values |= {name: own for name in ("account", "qos") if (own := getattr(asked, name)) is not None}
     scheduler = Scheduler().model_copy(update={**values, "memory": asked.memory})
-    return {"scheduler": scheduler, "node": Node(gpus=0, cores=asked.cores)}
+    return scheduler, Node(gpus=0, cores=asked.cores)
 
 
 def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Scheduler, Node]:

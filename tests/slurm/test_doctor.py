@@ -41,6 +41,10 @@ def test_a_fitting_profile_is_healthy_and_nothing_is_queued(cluster: Cluster) ->
         ("node", {"gpus": 16}, "GPUs of a node", "8"),
         (None, {"nodes": 9}, "nodes", "lower"),
         (None, {"runs_dir": "/proc/nowhere"}, "run directory", "runs_dir"),
+        ("cpu_partition", {"partition": "milan"}, "CPU partition", "cpu_partition.partition: one of cpu"),
+        ("cpu_partition", {"cores": 128}, "CPU cores of a node", "cpu_partition.cores to 64"),
+        ("cpu_partition", {"account": "physics"}, "CPU account", "cpu_partition.account: one of root"),
+        ("cpu_partition", {"memory": "4000G"}, "CPU test submission", "cpu_partition"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_mend(

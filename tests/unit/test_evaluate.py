@@ -136,6 +136,28 @@ def test_a_job_without_engines_asks_for_no_gpus_and_goes_to_the_cpu_partition(
     there = dict(read_directives(script("there", *cpu)))
     assert (there["partition"], there["cpus-per-task"], there["mem"]) == ("milan", "4", "8G")
     assert dict(read_directives(script("named", *cpu, "--partition", "mine")))["partition"] == "mine"
+    of_gpu_nodes = ("scheduler.memory_per_gpu=10G", "scheduler.gres=[gpu:8]", "scheduler.reservation=class")
+    (trained.root.parent / "site.yaml").write_text(
+        load_profile("h100x64", overrides=[*of_gpu_nodes, "scheduler.memory=null"]).text
+    )
+    elsewhere = dict(read_directives(script("mine", *cpu, "-p", "site.yaml")))
+    assert elsewhere["mem"] == "8G" and not {"mem-per-gpu", "gres", "reservation"} & elsewhere.keys()
+    staying = dict(read_directives(script("staying", "-p", "site.yaml")))
+    assert staying["reservation"] == "class" and not {"mem-per-gpu", "gres"} & staying.keys()
+
+
+def test_a_recipe_of_a_model_elsewhere_is_submitted_without_gpus_too(folder: Path) -> None:  # noqa: F811
+    recipe = folder / "elsewhere.yaml"
+    recipe.write_text(
+        "kind: eval\nname: elsewhere\nmodel: {name: big}\nenvironments: {eval: [{id: reverse-text}]}\n"
+        "evaluation: {external: {base_url: 'http://host:1/v1', key_variable: A_KEY}}\n"
+    )
+    words = ("submit", str(recipe), "-p", "h100x64", "--dry-run", "--json")
+    cpu = ("--profile-set", "cpu_partition={partition: milan, cores: 4, memory: 8G}")
+    done = json.loads(primerl(*words, *cpu).output)
+    directives = dict(read_directives(done["script"]))
+    assert (directives["partition"], directives["cpus-per-task"]) == ("milan", "4")
+    assert "gres" not in directives and done["plan"]["accelerator"] == "cpu"
 
 
 def test_servers_elsewhere_get_only_what_was_asked_for():
