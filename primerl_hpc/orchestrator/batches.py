@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.orchestrator.dispatcher import Group
 from primerl_hpc.orchestrator.packing import Packed, TrainSample, pack
-from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.scoring import ScoredGroup, Scorer
 from primerl_hpc.recipe.rollout_schema import Rollouts
 from primerl_hpc.transport.rollouts import StepInfo
@@ -44,6 +43,7 @@ class Tally:
     stale_rollouts: int = 0
     refilled_groups: int = 0  # without a signal, replaced
     rejected_groups: int = 0  # turned away by a gate
+    passed_over_rollouts: int = 0  # of groups replaced or turned away, or of a batch without a signal
     failed_groups: int = 0  # no rollout survived
 
 
@@ -72,6 +72,8 @@ class BatchCutter:
         self.rollouts, self.scorer = rollouts, scorer
         self.seq_len, self.num_ranks, self.env_names = seq_len, num_ranks, env_names
         self._queue: deque[ScoredGroup] = deque()
+        self._num_queued = 0
+        self._swept_for: int | None = None  # nothing in the queue is too old for this version
         self._window: deque[tuple[int, int]] = deque(
             maxlen=ERROR_WINDOW_GROUPS
         )  # (failed, all) of each group
@@ -81,11 +83,21 @@ class BatchCutter:
     @property
     def num_queued(self) -> int:
         """Rollouts that wait for a batch."""
-        return sum(len(group.rollouts) for group in self._queue)
+        return self._num_queued
 
     @property
-    def queued_tasks(self) -> list[TaskRef]:
-        return [group.task for group in self._queue]
+    def queue(self) -> list[ScoredGroup]:
+        return list(self._queue)
+
+    def state(self) -> list[tuple[int, int]]:
+        """Beside the queue, what a cut leaves behind: failed and all rollouts of the last groups; JSON-able."""
+        return list(self._window)
+
+    def restore(self, state: list[tuple[int, int]], queue: list[ScoredGroup]) -> None:
+        """Go on from what `state` and `queue` gave; the queued rollouts are not scored again."""
+        self._window.extend((failed, size) for failed, size in state)
+        for group in queue:
+            self._enqueue(group)
 
     def add(self, group: Group) -> ScoredGroup | None:
         """Score a finished group, and queue it unless it is passed over; None when no rollout of it survived.
@@ -104,16 +116,22 @@ class BatchCutter:
             self._tally.refilled_groups += 1
             self._pass_over(scored)
         else:
-            self._queue.append(scored)
+            self._enqueue(scored)
         return scored
 
     def sweep(self, min_fresh_version: int) -> None:
         """Drop queued groups whose oldest rollout is too old for the batch being collected."""
+        if self._swept_for == min_fresh_version:
+            return
+        self._swept_for = min_fresh_version
         stale = [group for group in self._queue if group.is_stale(min_fresh_version)]
+        if not stale:
+            return
+        num_rollouts = sum(len(group.rollouts) for group in stale)
         self._tally.stale_groups += len(stale)
-        self._tally.stale_rollouts += sum(len(group.rollouts) for group in stale)
-        if stale:
-            self._queue = deque(group for group in self._queue if not group.is_stale(min_fresh_version))
+        self._tally.stale_rollouts += num_rollouts
+        self._queue = deque(group for group in self._queue if not group.is_stale(min_fresh_version))
+        self._num_queued -= num_rollouts
 
     def is_ready(self, min_fresh_version: int) -> bool:
         self.sweep(min_fresh_version)
@@ -130,9 +148,11 @@ class BatchCutter:
         while count < self.rollouts.batch_size:
             groups.append(self._queue.popleft())
             count += len(groups[-1].rollouts)
+        self._num_queued -= count
         samples = [sample for group in groups for each in group.samples for sample in each]
         if not samples:
             self._num_empty_in_a_row += 1
+            self._tally.passed_over_rollouts += count
             if self._num_empty_in_a_row >= self.rollouts.max_empty_batches:
                 self._give_up()
             return None
@@ -160,7 +180,13 @@ class BatchCutter:
         cut.packed = pack(cut.samples, seq_len=self.seq_len, num_ranks=self.num_ranks)
         return cut.packed
 
+    def _enqueue(self, group: ScoredGroup) -> None:
+        self._queue.append(group)
+        self._num_queued += len(group.rollouts)
+        self._swept_for = None
+
     def _pass_over(self, scored: ScoredGroup) -> None:
+        self._tally.passed_over_rollouts += len(scored.rollouts)
         self._passed_over_in_a_row += len(scored.rollouts)
         if self._passed_over_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
             self._give_up()

@@ -1,28 +1,36 @@
 """The orchestrator's side of checkpoints: it follows the trainer, which decides when one is made.
 
 Whenever a batch is cut the state is kept in memory. When the trainer's side of step N appears, the state as it was
-when batch N was cut is written beside it, so that both sides continue at N + 1 with the same past.
+when batch N was cut is written beside it, so that both sides continue at N + 1 with the same past:
+
+    state.json          sampler, curricula, baselines, random states, counts; the checksum of
+    queue.safetensors   the finished rollouts that waited for a batch; not there when none did
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import is_there, read_json, read_json_or_none, write_json
+from primerl_hpc.common.files import crc32_of_file, is_there, read_json, read_json_or_none, write_json
 from primerl_hpc.common.rundir import COMPLETE, SIDE_DONE, RunDir
+from primerl_hpc.orchestrator.queue_file import read_queue, write_queue
+from primerl_hpc.orchestrator.scoring import ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 SIDES = ("trainer", "orchestrator")
 SIDE = "orchestrator"
-STATE_VERSION = 2
+QUEUE = "queue.safetensors"
+STATE_VERSION = 3
 # A trainer is at most two batches behind when it begins to save. What it saves beside training may take many batches:
-# the state of a step whose folder is there is kept until our side of it is written.
-KEEP_SNAPSHOTS = 16
+# the state of a step whose folder is there is kept until our side of it is written. Each keeps its queue in memory.
+KEEP_SNAPSHOTS = 6
 
 
 @dataclass
@@ -32,27 +40,37 @@ class CheckpointFollower:
     run: RunDir
     trainer: str
     committed: int = 0
+    save_seconds: float = 0.0  # of the last one
+    _snapshots: dict[int, tuple[dict[str, Any], Sequence[ScoredGroup]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._snapshots: dict[int, dict[str, Any]] = {}
-
-    def remember(self, step: int, state: dict[str, Any]) -> None:
-        """State after batch ``step`` was cut."""
-        self._snapshots[step] = state
+    def remember(self, step: int, state: dict[str, Any], queue: Sequence[ScoredGroup]) -> None:
+        """State, and finished groups that wait for a batch, after batch ``step`` was cut."""
+        self._snapshots[step] = (state, queue)
         for old in sorted(self._snapshots)[:-KEEP_SNAPSHOTS]:
             if old <= self.committed or not self.run.checkpoint(old).exists():
                 del self._snapshots[old]
 
     def follow(self) -> list[int]:
-        """Write our side of every checkpoint that has the trainer's and not ours; the steps that are complete now."""
+        """Write our side of every checkpoint that has the trainer's and not ours; the steps that are complete now.
+
+        Slow where much is queued: for a thread, beside `remember`.
+        """
         written = []
         for step in self.run.list_steps(self.run.checkpoints, f"trainer/{SIDE_DONE}"):
             if step <= self.committed or step not in self._snapshots:
                 continue
+            start = time.monotonic()
+            state, queue = self._snapshots[step]
+            folder = self.run.checkpoint_side(step, SIDE)
+            checksum = None
+            if queue:
+                write_queue(folder / QUEUE, queue)
+                checksum = crc32_of_file(folder / QUEUE)
             write_json(
-                self.run.checkpoint_side(step, SIDE) / "state.json",
-                {"version": STATE_VERSION, "step": step, **self._snapshots[step]},
+                folder / "state.json",
+                {"version": STATE_VERSION, "step": step, "queue_crc32": checksum, **state},
             )
+            self.save_seconds = time.monotonic() - start
             if self.run.finish_checkpoint_side(step, SIDE, SIDES):
                 written.append(step)
                 logger.info("checkpoint step_%d is complete", step)
@@ -89,3 +107,14 @@ def load_state(run: RunDir, step: int) -> dict[str, Any]:
             place=str(path),
         )
     return state
+
+
+def load_queue(run: RunDir, step: int, state: dict[str, Any]) -> list[ScoredGroup]:
+    """The groups that waited when ``state`` was written. Raises DataError when their file is not what was written."""
+    if state["queue_crc32"] is None:
+        return []
+    path = run.checkpoint_side(step, SIDE) / QUEUE
+    groups = read_queue(path)
+    if crc32_of_file(path) != state["queue_crc32"]:
+        raise DataError("the checkpoint's queue of finished rollouts is damaged", place=str(path))
+    return groups

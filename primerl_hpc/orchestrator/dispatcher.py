@@ -125,12 +125,13 @@ class Dispatcher:
         self.env_limits, self.env_rates = env_limits or {}, env_rates or {}
         self._now = 0.0
         self.counters = Counters()
-        self._next_rollout = self._next_group = 0
+        self.next_group = self._next_rollout = 0
         self._groups: dict[int, Group] = {}  # open, in the order they were begun
         self._startable: dict[Split, deque[int]] = {Split.TRAIN: deque(), Split.EVAL: deque()}
         self._group_of: dict[int, int] = {}  # rollout in flight → group
         self._env_in_flight: dict[tuple[Split, int], int] = {}
         self._held_task: TaskRef | None = None  # drawn, waits for room in its environment
+        self._num_pending = 0  # training rollouts of open groups that were not given up
 
     # -- what the rules say ----------------------------------------------------------------------------------------
     @property
@@ -160,12 +161,7 @@ class Dispatcher:
         """Rollouts that may still be started, given ``queued`` finished ones that wait for a batch."""
         last_usable = min(self.version + 1 + self.max_off_policy_steps, self.last_step)
         room = max(0, last_usable - self.step + 1) * self.batch_size
-        pending = sum(
-            len(group.in_flight) + len(group.results) + group.to_start
-            for group in self._groups.values()
-            if group.split is Split.TRAIN
-        )
-        return room - queued - pending
+        return room - queued - self._num_pending
 
     def versions_in_flight(self) -> list[int]:
         """Of the training rollouts in flight, when they started."""
@@ -222,6 +218,7 @@ class Dispatcher:
                 self._startable[group.split].appendleft(group.group_id)
         else:
             group.num_failed += 1
+            self._num_pending -= group.split is Split.TRAIN
         return self._close_if_done(group)
 
     def advance(self, step: int) -> list[Cancel]:
@@ -274,7 +271,7 @@ class Dispatcher:
     # -- inside ----------------------------------------------------------------------------------------------------
     def _open(self, split: Split, env: int, task: int, size: int, tag: Any) -> None:
         group = Group(
-            self._next_group,
+            self.next_group,
             split,
             env,
             task,
@@ -284,9 +281,10 @@ class Dispatcher:
             fault_retries_left=size * MAX_FAULTS_PER_MEMBER,
             tag=tag,
         )
-        self._next_group += 1
+        self.next_group += 1
         self._groups[group.group_id] = group
         self._startable[split].append(group.group_id)
+        self._num_pending += size if split is Split.TRAIN else 0
         self.counters.groups_started += 1
 
     def _has_room(self, split: Split, env: int) -> bool:
@@ -332,7 +330,7 @@ class Dispatcher:
     def _close_if_done(self, group: Group) -> Group | None:
         if not group.is_done:
             return None
-        del self._groups[group.group_id]
+        self._remove(group)
         self.counters.groups_finished += 1
         return group
 
@@ -341,7 +339,11 @@ class Dispatcher:
             self._take(rollout_id)
         if group.to_start:
             self._startable[group.split].remove(group.group_id)
-        del self._groups[group.group_id]
+        self._remove(group)
         self.counters.cancelled += len(group.in_flight)
         self.counters.groups_cancelled += 1
         return Cancel(group.group_id, tuple(group.in_flight), reason, TaskRef(group.env, group.task))
+
+    def _remove(self, group: Group) -> None:
+        del self._groups[group.group_id]
+        self._num_pending -= (group.size - group.num_failed) if group.split is Split.TRAIN else 0

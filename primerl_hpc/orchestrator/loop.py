@@ -15,14 +15,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
-from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
+from primerl_hpc.common.errors import ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
-from primerl_hpc.orchestrator.checkpoints import CheckpointFollower, load_state
+from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
 from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
@@ -41,6 +40,7 @@ from primerl_hpc.orchestrator.setup import (
     vocab_size_for_filters,
     wait_for_peers,
 )
+from primerl_hpc.orchestrator.state import LoopState
 from primerl_hpc.orchestrator.watcher import WeightWatcher
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender
@@ -154,22 +154,21 @@ class Orchestrator:
             is_updating=lambda: self.driver.is_updating,
             take_back=self._take_back,
         )
+        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN])
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
         self.sender = FilesystemSender(run)
         self.metrics = MetricsWriter(run.metrics("orchestrator"))
         self.lag = LoopLag()
-        self.totals = {"rollouts": 0, "tokens": 0}
         self._last_ship = self._last_look = time.monotonic()
         self._closed_since: float | None = None
         self._closed_s = 0.0
         self._shipping: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[list[int]] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
     async def run_to_end(self) -> None:
         """The main loop beside the watcher; the first fault of any of them ends all."""
-        if self.resumed and "data" not in self.run.fork_skips(self.resumed):
-            self._restore(load_state(self.run, self.resumed))
-            logger.info("resuming after step %d", self.resumed)
+        await asyncio.to_thread(self.state.restore, self.run, self.resumed)
         await self.watcher.load(self.resumed)
         main = asyncio.create_task(self._train_and_finish())
         helpers = [
@@ -282,8 +281,8 @@ class Orchestrator:
                 advantage=float(advantage),
                 group=group.group_id,
             )
-            self.totals["rollouts"] += 1
-            self.totals["tokens"] += rollout.output_tokens
+            self.state.totals["rollouts"] += 1
+            self.state.totals["tokens"] += rollout.output_tokens
 
     def _cut(self) -> None:
         """Take the batch being collected; it is packed and sent while the next one is collected."""
@@ -292,7 +291,7 @@ class Orchestrator:
         if cut is None:
             logger.warning("a whole batch without a signal was thrown away; collecting step %d anew", step)
             return
-        self.follower.remember(step, self._state())
+        self.follower.remember(step, self.state.take(), self.cutter.queue)
         self.driver.cancel(self.dispatcher.advance(step + 1))
         self._shipping = asyncio.create_task(self._ship(cut))
         self._shipping.add_done_callback(lambda _: self.runner.wake())
@@ -312,10 +311,11 @@ class Orchestrator:
         wait_s, self._closed_s = self._closed_s, 0.0
         metrics = batch_metrics(cut, self.dispatcher) | times
         metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
+        metrics["time/save_ckpt"], self.follower.save_seconds = self.follower.save_seconds, 0.0
         metrics |= self.watcher.take_metrics() | self.lag.take() | self.engines.take_metrics()
         metrics |= self.cutter.scorer.take_metrics()
         metrics |= {f"errors/{kind}": count for kind, count in self.driver.errors.items()}
-        metrics |= {f"progress/{name}": value for name, value in self.totals.items()}
+        metrics |= {f"progress/{name}": value for name, value in self.state.totals.items()}
         for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
             metrics[f"progress/{environment.label}/epoch"] = epoch
         for environment, curriculum in zip(
@@ -348,32 +348,22 @@ class Orchestrator:
         await asyncio.to_thread(self.driver.router.refresh)
         if self.distillation.teacher is not None:
             await asyncio.to_thread(self.distillation.teacher.refresh)
-        await asyncio.to_thread(self.follower.follow)
+        self._follow()
         stopped_at = await asyncio.to_thread(self.follower.stopped_at)
         if stopped_at is None:
             return
+        assert self._following is not None
+        await self._following
         if not self.follower.is_complete(stopped_at):
             await asyncio.to_thread(self.follower.follow)  # the trainer's side appeared after the look above
         raise StoppedOnRequest(f"stopped on request after step {stopped_at}, state saved")
 
-    def _state(self) -> dict[str, Any]:
-        """All that a resumed orchestrator needs, as it is now, after a cut; JSON-able."""
-        unfinished = self.cutter.queued_tasks + self.dispatcher.unfinished_tasks()
-        return {
-            "sampler": self.sampler.state(unfinished),
-            "algorithms": self.cutter.scorer.state(),
-            "totals": dict(self.totals),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        try:
-            self.sampler.restore(state["sampler"])
-        except ValueError as error:
-            raise DataError(
-                str(error), mend="resume with the environments that the run was started with"
-            ) from error
-        self.cutter.scorer.restore(state["algorithms"])
-        self.totals = dict(state["totals"])
+    def _follow(self) -> None:
+        """Our side of checkpoints is written while rollouts go on."""
+        if self._following is not None and self._following.done():
+            self._following.result()
+            self._following = None
+        self._following = self._following or asyncio.create_task(asyncio.to_thread(self.follower.follow))
 
 
 def _mean_reward(cut: Cut) -> float:

@@ -107,6 +107,7 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
         "batch/groups_refilled": cut.tally.refilled_groups,
         "batch/groups_rejected": cut.tally.rejected_groups,
         "batch/groups_failed": cut.tally.failed_groups,
+        "batch/rollouts_passed_over": cut.tally.passed_over_rollouts,
         "off_policy/mean": float(np.mean(ages)),
         "off_policy/max": float(max(ages)),
         "off_policy/dropped": cut.tally.stale_rollouts,

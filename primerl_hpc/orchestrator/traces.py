@@ -6,6 +6,7 @@ Rows are gathered and written together off the event loop: an append can take mi
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ DECIMALS = 4
 
 class TraceWriter:
     def __init__(self, path: Path) -> None:
-        self.path = path
+        """``size_bytes``: of the file, with the rows that are not written yet."""
+        self.path, self.size_bytes = path, path.stat().st_size if path.exists() else 0
         self._lines: list[str] = []
+
+    def rewind(self, size_bytes: int) -> None:
+        """Drop the rows beyond ``size_bytes``, which an earlier life wrote: their rollouts are lost and run again."""
+        if self.size_bytes > size_bytes:
+            os.truncate(self.path, size_bytes)
+            self.size_bytes = size_bytes
 
     def add(
         self,
@@ -66,7 +74,9 @@ class TraceWriter:
             append_line(self.path, "\n".join(lines))
 
     def _append(self, row: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+        line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+        self._lines.append(line)
+        self.size_bytes += len(line.encode()) + 1
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

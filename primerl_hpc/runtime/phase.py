@@ -309,7 +309,7 @@ class PhaseRun:
         await each.step.kill()
 
     def _signs_of_life(self) -> int:
-        """Grows with every step and every finished rollout."""
+        """Changes with every step and every finished rollout."""
         traces = [self.run_dir.phase(self.phase.name).traces(split) for split in ("train", "eval")]
         return self.run_dir.progress() + sum(path.stat().st_size for path in traces if path.exists())
 

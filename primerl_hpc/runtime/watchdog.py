@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 
 @dataclass
 class StallClock:
-    """Pure: times and a growing number in, a verdict out."""
+    """Pure: times and a number that progress changes in, a verdict out."""
 
     limit_s: float
     since: float
@@ -33,10 +33,10 @@ class StallClock:
 
     def look(self, now: float, progress: int, *, is_due: bool) -> float | None:
         """Seconds without progress when they are too many. ``is_due``: nothing is still starting."""
-        if progress > self.progress or not is_due:
+        if progress != self.progress or not is_due:  # less: a recovery dropped what was lost
             if self.progress and is_due:
                 self.longest_s = max(self.longest_s, now - self.since)
-            self.since, self.progress = now, max(progress, self.progress)
+            self.since, self.progress = now, progress
             return None
         silent_s = now - self.since
         return silent_s if silent_s > max(self.limit_s, PAUSES * self.longest_s) else None

@@ -21,6 +21,7 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.snapshot import take_snapshot
+from tests.e2e.accounts import contradictions
 from tests.e2e.runs import (
     START_S,
     command,
@@ -68,6 +69,7 @@ def test_reward_rises_though_engine_router_and_environment_server_are_killed(
     # The supervisor writes the last state and then ends, the batch process after it.
     wait_for(lambda: not processes_of(run.root), "the batch process to end", 10)
     wait_for(lambda: not any(map(is_alive, before_kills)), "every process to end", 10)
+    assert not contradictions(run)
 
     evaluations = read_steps(run.metrics("eval"))
     before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 24))
@@ -93,6 +95,7 @@ def test_a_killed_trainer_and_a_killed_orchestrator_go_on_in_place_with_the_same
     assert wait_for_end(run, 600) == RunState.DONE
     wait_for(lambda: not processes_of(run.root), "every process to end", 10)
 
+    assert not contradictions(run)
     steps = [row["after_step"] for row in events(run, "recovery_started")]
     assert steps == [4, 8] and len(events(run, "attempt_started")) == 1
     assert events(run, "recovery_started")[0]["signal"] == "SIGKILL" and not run.failure.exists()
@@ -166,6 +169,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     assert state["step"] == 16 and len(pooled) == len(set(pooled)) > 8
     limits = [row["concurrency/limit"] for row in read_steps(run.metrics("orchestrator")).values()]
     assert len(limits) == 16 and all(8 <= limit <= 1024 for limit in limits)
+    assert not contradictions(run)
     wait_for(lambda: not processes_of(run.root), "every process to end", 10)
 
 

@@ -1,0 +1,283 @@
+"""Finished rollouts in a checkpoint: they come back as they were, are counted once, and a resumed run goes on like one that never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.files import read_jsonl, write_json
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.batches import BatchCutter, Cut
+from primerl_hpc.orchestrator.checkpoints import QUEUE, SIDES, CheckpointFollower, load_queue, load_state
+from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
+from primerl_hpc.orchestrator.queue_file import read_queue, write_queue
+from primerl_hpc.orchestrator.sampler import TaskSampler
+from primerl_hpc.orchestrator.scoring import Scorer
+from primerl_hpc.orchestrator.state import LoopState
+from primerl_hpc.orchestrator.traces import TraceWriter
+from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
+from primerl_hpc.recipe.schema import Recipe
+
+BATCH, GROUP, TASKS = 12, 4, 7
+
+
+def make_recipe(algorithm: str = "grpo", **rollouts: Any) -> Recipe:
+    values = {
+        "kind": "rl",
+        "name": "r",
+        "model": {"name": "m"},
+        "max_steps": 20,
+        "rollouts": {"batch_size": BATCH, "group_size": GROUP, "max_off_policy_steps": 4, **rollouts},
+        "environments": {"train": [{"id": "reverse-text", "curriculum": {"type": "difficulty_pools"}}]},
+        "algorithm": {"type": algorithm},
+    }
+    if algorithm in ("opd", "sft_distill"):
+        values["teacher"] = {"model": {"name": "m"}}
+    return Recipe.model_validate(values)
+
+
+def make_sample(rng: np.random.Generator) -> Sample:
+    length = int(rng.integers(2, 40))
+    mask = rng.random(length) < 0.5
+    mask[0] = False
+    return Sample(
+        rng.integers(0, 99, length),
+        mask,
+        np.where(mask, rng.normal(size=length), 0).astype(np.float32),
+        temperature=0.7,
+        trace=int(rng.integers(2)),
+        ref_logprobs=rng.normal(size=length).astype(np.float32),
+        roles=rng.integers(0, 4, length).astype(np.uint8) if rng.random() < 0.7 else None,
+    )
+
+
+def make_rollout(reward: float, rng: np.random.Generator, version: int = 0) -> Rollout:
+    return Rollout(
+        reward,
+        [make_sample(rng) for _ in range(int(rng.integers(1, 4)))],
+        output_tokens=int(rng.integers(1, 50)),
+        input_tokens=7,
+        num_turns=2,
+        is_truncated=bool(rng.random() < 0.5),
+        rewards={"lcs": reward},
+        metrics={"words": float(rng.normal())},
+        last_version=version,
+        seconds=float(rng.random()),
+        traces=[AgentTrace("one", reward), AgentTrace("two", -reward)],
+    )
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Also of arrays, their types, and of what is inside dataclasses."""
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif is_dataclass(left):
+        for each in fields(left):
+            assert_same(getattr(left, each.name), getattr(right, each.name))
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.sampled_from(["grpo", "grpo_std", "rae", "echo", "opd", "sft_distill"]),
+)
+def test_groups_come_back_as_they_were(tmp_path_factory, seed, sizes, algorithm):
+    rng = np.random.default_rng(seed)
+    scorer = Scorer(make_recipe(algorithm))
+    groups = []
+    for group_id, size in enumerate(sizes):
+        group = Group(group_id, Split.TRAIN, 0, int(rng.integers(99)), size, to_start=0, retries_left=0)
+        group.results = [make_rollout(float(rng.random()), rng) for _ in range(size)]
+        group.versions = rng.integers(0, 9, size).tolist()
+        groups.append(scorer.score(group))
+    path = tmp_path_factory.mktemp("queue") / QUEUE
+    write_queue(path, groups)
+    assert_same(read_queue(path), groups)
+    assert [each.name for each in path.parent.iterdir()] == [QUEUE]
+
+
+class Life:
+    """The loop's parts without engines and clock: the reward of a rollout is a function of its task and its place in the group."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, resumed: int = 0) -> None:
+        self.run, self.recipe, self.resumed = run, recipe, resumed
+        environments = recipe.environments.train
+        self.sampler = TaskSampler([TASKS], [1.0], recipe.seed, [each.curriculum for each in environments])
+        self.dispatcher = Dispatcher(
+            next_task=self.sampler.next,
+            group_size=GROUP,
+            batch_size=BATCH,
+            max_in_flight=3 * BATCH,
+            max_off_policy_steps=recipe.rollouts.max_off_policy_steps,
+            last_step=recipe.steps,
+            step=resumed + 1,
+            version=resumed,
+        )
+        self.cutter = BatchCutter(
+            recipe.rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=["reverse-text"]
+        )
+        self.traces = TraceWriter(run.traces("train"))
+        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.traces)
+        self.follower = CheckpointFollower(run, "trainer-0", resumed)
+        self.in_flight: list = []
+        self.batches: list[Cut] = []
+        self.state.restore(run, resumed)
+
+    def collect(self, steps: int, *, queue_at_least: int = 0) -> None:
+        """Batches are cut until ``steps`` more are, each when so many rollouts would be left over; a version follows each."""
+        until = len(self.batches) + steps
+        while len(self.batches) < until:
+            self.in_flight += self.dispatcher.next_starts(self.cutter.num_queued)
+            start = self.in_flight.pop(0)
+            member = sum(each.group_id == start.group_id for each in self.in_flight)
+            reward = float((start.task * 5 + member * 3) % 7)
+            rng = np.random.default_rng([start.task, member])
+            group = self.dispatcher.finished(start.rollout_id, make_rollout(reward, rng, start.version))
+            if group is not None:
+                self.score(group)
+            if self.cutter.num_queued >= BATCH + queue_at_least:
+                self.cut()
+
+    def score(self, group: Group) -> None:
+        scored = self.cutter.add(group)
+        self.sampler.observe(scored.task, scored.mean_reward)
+        for rollout, version in zip(scored.rollouts, scored.versions, strict=True):
+            self.traces.add(rollout, env="e", task=str(group.task), version=version, group=group.group_id)
+            self.state.totals["rollouts"] += 1
+            self.state.totals["tokens"] += rollout.output_tokens
+
+    def cut(self) -> None:
+        step = self.dispatcher.step
+        self.batches.append(self.cutter.take(step, self.dispatcher.min_fresh_version))
+        self.follower.remember(step, self.state.take(), self.cutter.queue)
+        self.dispatcher.advance(step + 1)
+        self.dispatcher.policy_live(step)
+        self.traces.flush()
+
+    def save(self, step: int) -> None:
+        self.run.finish_checkpoint_side(step, "trainer", SIDES)
+        assert self.follower.follow() == [step]
+
+
+def content(batches: list[Cut]) -> list:
+    """Which rollouts of which tasks are in each batch, and what is trained of them."""
+    return [
+        [
+            (group.task, [rollout.reward for rollout in group.rollouts], group.advantages.tolist())
+            for group in batch.groups
+        ]
+        for batch in batches
+    ]
+
+
+def test_a_resumed_run_makes_the_batches_of_one_that_did_not_stop(tmp_path):
+    recipe = make_recipe("rae")
+    whole = Life(RunDir(tmp_path / "whole"), recipe)
+    whole.collect(3, queue_at_least=BATCH)
+    whole.save(3)
+    assert whole.cutter.num_queued >= BATCH
+    run = RunDir(tmp_path / "stopped")
+    first = Life(run, recipe)
+    first.collect(3, queue_at_least=BATCH)
+    first.save(3)
+    first.collect(2, queue_at_least=BATCH)  # all of this is lost
+
+    second = Life(run, recipe, resumed=3)
+    assert second.cutter.num_queued >= BATCH
+    whole.collect(4)
+    second.collect(4)
+    assert content(second.batches) == content(whole.batches[3:])
+    assert second.state.totals == whole.state.totals
+    assert second.cutter.scorer.state() == whole.cutter.scorer.state()
+    assert second.sampler.state([]) == whole.sampler.state([])
+    assert second.cutter.state() == whole.cutter.state()
+
+
+def test_after_a_resume_every_rollout_is_traced_and_counted_once(tmp_path):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    first = Life(run, recipe)
+    first.collect(3, queue_at_least=BATCH)
+    first.save(3)
+    first.collect(2)
+    lost = {row["group"] for row in read_jsonl(run.traces("train"))}
+    with run.traces("train").open("a") as file:
+        file.write('{"env": "e", "ta')  # killed while it wrote
+
+    second = Life(run, recipe, resumed=3)
+    queued = second.cutter.num_queued
+    kept = [row["group"] for row in read_jsonl(run.traces("train"))]
+    assert len(kept) == 3 * BATCH + queued < len(lost) * GROUP
+    second.collect(4)
+    rows = list(read_jsonl(run.traces("train")))
+    assert len(rows) == second.state.totals["rollouts"]
+    assert all(sum(row["group"] == each for row in rows) == GROUP for each in {row["group"] for row in rows})
+    in_batches = {group.group_id for batch in first.batches[:3] + second.batches for group in batch.groups}
+    waiting = {group.group_id for group in second.cutter.queue}
+    assert not in_batches & waiting and in_batches | waiting == {row["group"] for row in rows}
+
+
+def test_without_a_checkpoint_nothing_of_the_life_before_is_counted(tmp_path):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    Life(run, recipe).collect(2)
+    assert list(read_jsonl(run.traces("train")))
+    again = Life(run, recipe)
+    assert not list(read_jsonl(run.traces("train"))) and again.cutter.num_queued == 0
+
+
+def test_restored_rollouts_become_stale_like_any_others(tmp_path):
+    run = RunDir(tmp_path)
+    first = Life(run, make_recipe(max_off_policy_steps=1))
+    first.collect(1, queue_at_least=BATCH)
+    first.save(1)
+    second = Life(run, make_recipe(max_off_policy_steps=1), resumed=1)
+    queued = second.cutter.num_queued
+    assert queued >= BATCH and {v for group in second.cutter.queue for v in group.versions} == {0}
+    second.dispatcher.advance(3)
+    assert not second.cutter.is_ready(second.dispatcher.min_fresh_version)
+    second.collect(1)
+    (batch,) = second.batches
+    assert batch.tally.stale_rollouts == queued and batch.info.policy_version_min >= 1
+
+
+def test_a_fork_begins_queued_tasks_anew(tmp_path):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    first = Life(run, recipe)
+    first.collect(2, queue_at_least=BATCH)
+    queued = [group.task for group in first.cutter.queue]
+    first.save(2)
+    write_json(run.fork_note(2), {"run": "other", "step": 2, "skip": []})
+    second = Life(run, recipe, resumed=2)
+    assert second.cutter.num_queued == 0
+    assert [second.sampler.next() for _ in queued] == queued
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "flipped"])
+def test_a_queue_that_is_not_what_was_written_is_refused_with_its_path(tmp_path: Path, harm):
+    run = RunDir(tmp_path)
+    life = Life(run, make_recipe())
+    life.collect(1, queue_at_least=BATCH)
+    life.save(1)
+    path = run.checkpoint_side(1, "orchestrator") / QUEUE
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    changed = {"missing": None, "cut": data[:-9], "flipped": data}[harm]
+    path.unlink() if changed is None else path.write_bytes(changed)
+    with pytest.raises(DataError, match="queue of finished rollouts") as caught:
+        load_queue(run, 1, load_state(run, 1))
+    assert caught.value.place == str(path)
