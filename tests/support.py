@@ -51,10 +51,16 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def make_tiny_model(
-    out: Path, *, experts: int = 0, rows: int = 2000, hidden: int = 128, layers: int = 2
+    out: Path,
+    *,
+    task: str = "reverse-text",
+    experts: int = 0,
+    rows: int = 2000,
+    hidden: int = 128,
+    layers: int = 2,
 ) -> Path:
     """``out/model`` and ``out/sft.jsonl`` by tools/tiny-model; returns ``out``."""
-    options = {"experts": experts, "rows": rows, "hidden": hidden, "layers": layers}
+    options = {"task": task, "experts": experts, "rows": rows, "hidden": hidden, "layers": layers}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     tool = ROOT / "tools" / "tiny-model"
     subprocess.run([sys.executable, str(tool), str(out), *arguments], check=True, capture_output=True)

@@ -80,6 +80,8 @@ def load_evaluation(source: RunDir | Path, request: EvalRequest, overrides: Sequ
         made = made.model_copy(
             update={"model": made.model.model_copy(update={"tokenizer": recipe.model.tokenizer})}
         )
+    if "weights" not in evaluation:
+        made = made.model_copy(update={"lora": None})
     if recipe.kind == Kind.EVAL:
         made = made.model_copy(update={"name": recipe.name, "tracking": recipe.tracking})
     values = {**made.model_dump(mode="json", exclude_defaults=True), "evaluation": evaluation}

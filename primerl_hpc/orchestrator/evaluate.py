@@ -38,7 +38,7 @@ from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.evaluation_schema import Evaluation as Settings
 from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.rollout_schema import Environments
-from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, write_blank_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ async def run_evaluation(run: RunDir, phase: PhasePlan) -> None:
             run,
             fleet,
             versions.reader,
-            base_model=phase.model_path,
+            # where versions are adapters, none is the one of zeros
+            base_model=phase.model_path if recipe.lora is None else str(run.weights_step(0)),
             engines_timeout_s=recipe.timeouts.inference_ready_s,
             next_version=lambda live, newest: newest,
             on_pending=lambda version: None,
@@ -81,6 +82,8 @@ async def run_evaluation(run: RunDir, phase: PhasePlan) -> None:
             holder=versions.holder,
         )
     try:
+        if recipe.lora is not None:
+            await versions.write_blank_adapter(run)
         while (version := await versions.next(evaluator)) is not None:
             await evaluate_version(driver, evaluator, watcher, version)
     finally:
@@ -222,6 +225,14 @@ class Versions:
             if is_over:
                 return None
             await asyncio.sleep(WATCH_S)
+
+    async def write_blank_adapter(self, run: RunDir) -> None:
+        """Version 0 of ``run``: the base model. Raises NotFoundError when there is no adapter to take the shapes from."""
+        while not (there := await asyncio.to_thread(self.reader.versions)):
+            if not self.settings.watch or await asyncio.to_thread(is_run_over, self.trained):
+                raise NotFoundError("there are no adapters", place=str(self.reader.weights))
+            await asyncio.sleep(WATCH_S)
+        await asyncio.to_thread(write_blank_adapter, run, self.reader.weights / f"step_{there[-1]}")
 
     def _wanted(self, is_over: bool) -> list[int]:
         return self.settings.versions(self.reader.versions(), is_over=is_over)

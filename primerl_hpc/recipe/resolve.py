@@ -8,15 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe
-from primerl_hpc.recipe.schema import Model, Recipe
+from primerl_hpc.recipe.schema import MAX_SERVED_RANK, Model, Recipe
 from primerl_hpc.recipe.sft_rows import check_row
 from primerl_hpc.recipe.sft_schema import SFT, SFTData
 from primerl_hpc.recipe.sft_tables import first_jsonl_rows
-from primerl_hpc.recipe.training_schema import Fork
+from primerl_hpc.recipe.training_schema import Fork, LoRA
 
 CHECKED_ROWS = 5000
 
@@ -35,7 +36,8 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
         model = _resolve_model(teacher.model, document, folder, ("teacher", "model"))
         changes["teacher"] = teacher.model_copy(update={"model": model})
     if recipe.evaluation is not None and recipe.evaluation.weights is not None:
-        changes["evaluation"] = _resolve_evaluation(recipe.evaluation, document, folder)
+        evaluation = _resolve_evaluation(recipe.evaluation, document, folder)
+        changes |= {"evaluation": evaluation, "lora": _adapters_in(evaluation, recipe.lora, document)}
     if recipe.sft is not None:
         changes["sft"] = _resolve_sft(recipe.sft, document, folder, ("sft",))
     if recipe.warmup is not None:
@@ -104,13 +106,28 @@ def _resolve_evaluation(evaluation: Evaluation, document: Document, folder: Path
             place=place,
             mend=f"there are those of {there}; weights.keep_last and weights.interval say which a run keeps",
         )
-    if versions and (weights / f"step_{versions[-1]}" / "adapter_config.json").is_file():
+    return evaluation.model_copy(update={"weights": str(weights)})
+
+
+def _adapters_in(evaluation: Evaluation, said: LoRA | None, document: Document) -> LoRA | None:
+    """What an engine must know of the adapters in ``evaluation.weights``; None where those are whole models.
+
+    ``said``: the recipe's word, for versions that are still to come. Raises ConfigError for adapters that vLLM cannot serve.
+    """
+    weights = Path(evaluation.weights or "")
+    versions = RunDir(weights.parent).list_steps(weights, STABLE)
+    if not versions:
+        return said
+    config = read_json_or_none(weights / f"step_{versions[-1]}" / "adapter_config.json")
+    if config is None:
+        return None
+    if config["r"] > MAX_SERVED_RANK:
         raise ConfigError(
-            f"{weights} holds adapters, and an evaluation needs whole models",
-            place=place,
+            f"{weights} holds adapters of rank {config['r']}, and vLLM serves at most rank {MAX_SERVED_RANK}",
+            place=document.place(("evaluation", "weights")),
             mend="primerl-hpc export --merge makes a model of one",
         )
-    return evaluation.model_copy(update={"weights": str(weights)})
+    return LoRA(rank=config["r"], alpha=float(config["lora_alpha"]))
 
 
 def _looks_local(name: str, folder: Path) -> bool:

@@ -139,7 +139,7 @@ class Recipe(Block):
     optimizer: Optimizer = AdamW()
     scheduler: Scheduler = Constant()
     lora: LoRA | None = None
-    """kinds rl and sft: train adapters in place of the model's weights."""
+    """kinds rl and sft: train adapters in place of the model's weights. An eval recipe need not say it: the weights do."""
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     sft: SFT | None = None
@@ -227,15 +227,18 @@ class Recipe(Block):
     def _adapters_can_be_served(self) -> Self:
         if self.lora is None:
             return self
-        if self.kind not in (Kind.RL, Kind.SFT):
+        is_evaluation = self.evaluation is not None and self.evaluation.weights is not None
+        if self.kind not in (Kind.RL, Kind.SFT) and not is_evaluation:
             raise ValueError(
-                f"lora belongs to kinds rl and sft: a run of kind {self.kind} trains no adapters"
+                f"lora belongs to kinds rl and sft, and to evaluations of their weights: a run of kind {self.kind} "
+                f"trains no adapters"
             )
         if self.kind == Kind.RL and self.lora.dropout:
             raise ValueError(
                 "lora.dropout belongs to kind sft: in rl the trainer would judge tokens by a policy that no engine sampled"
             )
-        if self.kind == Kind.RL and self.lora.rank > MAX_SERVED_RANK:
+        is_served = self.kind != Kind.SFT or (self.after is not None and self.after.evaluation is not None)
+        if is_served and self.lora.rank > MAX_SERVED_RANK:
             raise ValueError(
                 f"lora.rank {self.lora.rank} is above {MAX_SERVED_RANK}, the most that vLLM serves"
             )
@@ -243,8 +246,6 @@ class Recipe(Block):
             raise ValueError(
                 f"name must differ from model.name with lora: engines serve the adapter as {self.name}"
             )
-        if self.after is not None and self.after.evaluation is not None:
-            raise ValueError("after.evaluation needs a whole model, and a run with lora ends with an adapter")
         return self
 
     @property
@@ -344,7 +345,7 @@ class Recipe(Block):
         """An eval recipe of its own on this one's model and ``environments`` (default: its ``environments.eval``).
 
         ``model_path``: hub id or folder that is version 0, and that engines start with. The model stays the tokenizer:
-        renderers are found by its name. Nothing is sent to a tracker: that has to be asked for again.
+        renderers are found by its name. Of a recipe with adapters it evaluates these. Nothing is sent to a tracker: that has to be asked for again.
         """
         inference = self.layout.inference.model_copy(update={"elastic": False, "partition": None})
         if replicas is not None:
@@ -374,7 +375,6 @@ _OF_TRAINING: dict[str, Any] = {
     "optimizer": AdamW(),
     "scheduler": Constant(),
     "trainer": Trainer(),
-    "lora": None,
     "sft": None,
     "warmup": None,
     "checkpoint": Checkpoint(),

@@ -103,6 +103,22 @@ class WeightWriter:
         return self.folder
 
 
+def write_blank_adapter(run: RunDir, like: Path) -> Path:
+    """Version 0 of ``run``: an adapter of zeros, which leaves the base model as it is, in the shapes of the one in ``like``."""
+    writer = WeightWriter(run, 0)
+    writer.begin()
+    with (like / ADAPTER_WEIGHTS).open("rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+        num_bytes = os.fstat(file.fileno()).st_size
+    with (writer.temporary / ADAPTER_WEIGHTS).open("wb") as file:
+        file.write(size + header)
+        file.truncate(num_bytes)
+    shutil.copyfile(like / ADAPTER_CONFIG, writer.temporary / ADAPTER_CONFIG)
+    names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    return writer.commit([writer.finish_file(writer.temporary / name) for name in names])
+
+
 def prune_weights(run: RunDir, *, keep_last: int, keep: set[int]) -> list[int]:
     """Delete stable versions beyond the newest ``keep_last``, but none of ``keep`` and none that is leased."""
     versions = run.stable_weights()

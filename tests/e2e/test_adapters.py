@@ -12,6 +12,7 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.common.scores import read_scores
 from tests.e2e.runs import START_S, command, events, process_of, versions_served, wait_for_end
 from tests.e2e.test_trainer import make_run, sft_recipe
 from tests.support import make_tiny_model, run_role, wait_for
@@ -50,6 +51,22 @@ def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
         name for name, value in merged.named_parameters() if not value.equal(plain.get_parameter(name))
     }
     assert changed == {name for name, _ in plain.named_parameters() if "_proj" in name}
+
+    command(
+        "eval",
+        str(run.root),
+        "--steps",
+        str(STEPS),
+        "--run-dir",
+        "runs/scored-adapters",
+        "--follow",
+        cwd=work,
+    )
+    scores = {
+        step: row["avg@2"]
+        for (step, _), row in read_scores(RunDir(work / "runs" / "scored-adapters")).items()
+    }
+    assert set(scores) == {0, STEPS} and scores[STEPS] > scores[0] + 0.1, scores
 
 
 def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -14,7 +15,6 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
-from tests.api import Request, chat_completion, serve
 from tests.e2e.runs import SFT_RECIPE, START_S, TINY, command, events, wait_for_end
 from tests.support import wait_for
 
@@ -78,16 +78,31 @@ def reversing_api() -> Iterator[Api]:
     """Somebody else's chat API, whose model reverses words; its key is ``theirs``."""
     is_open = Event()
 
-    def answer(request: Request) -> tuple[int, dict]:
-        body = request.body
-        is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
-        is_theirs = request.headers["authorization"] == "Bearer theirs" and body["model"] == "reverser"
-        reply = str(body["messages"][-1]["content"])[::-1]
-        return 200 if is_theirs else 401, chat_completion({"content": reply}, body["model"])
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
+            is_theirs = self.headers.get("authorization") == "Bearer theirs" and body["model"] == "reverser"
+            message = {"role": "assistant", "content": str(body["messages"][-1]["content"])[::-1]}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            head = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+            text = json.dumps({**head, "choices": [choice], "usage": usage}).encode()
+            self.send_response(200 if is_theirs else 401)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
 
-    with serve(answer) as url:
-        yield Api(f"{url}/v1", is_open)
-        is_open.set()
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=http.serve_forever, daemon=True).start()
+    yield Api(f"http://127.0.0.1:{http.server_port}/v1", is_open)
+    is_open.set()
+    http.shutdown()
+    http.server_close()
 
 
 def test_sft_distill_learns_from_the_replies_of_any_chat_api(

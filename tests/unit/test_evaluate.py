@@ -8,15 +8,17 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
 
 from primerl_hpc.cli.main import cli
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError, PrimerlError
-from primerl_hpc.common.files import append_json, read_jsonl, write_json
+from primerl_hpc.common.files import append_json, read_json, read_jsonl, write_json
 from primerl_hpc.common.lock import process_start_time
-from primerl_hpc.common.names import RunState
+from primerl_hpc.common.names import MAIN_PHASE, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.scores import read_scores, write_score
 from primerl_hpc.launch.evaluate import EvalRequest, check_same, load_evaluation, missing_scores
@@ -28,6 +30,7 @@ from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.rollout_schema import Sampling
+from primerl_hpc.transport.weights_filesystem import manifest_fault, write_blank_adapter
 from tests.sbatch import read_directives
 from tests.unit.test_cli import folder, tree  # noqa: F401
 
@@ -204,10 +207,34 @@ def test_bad_requests_are_one_sentence_and_leave_nothing(
     assert tree(trained.root.parent) == before
 
 
-def test_weights_that_are_adapters_are_not_evaluated(trained: RunDir) -> None:
-    (trained.weights_step(20) / "adapter_config.json").write_text("{}")
-    done = primerl("eval", "run")
-    assert isinstance(done.exception, ConfigError) and "holds adapters" in str(done.exception)
+def test_engines_are_told_of_the_adapters_that_they_find_but_not_of_too_large_ones(trained: RunDir) -> None:
+    config = trained.weights_step(20) / "adapter_config.json"
+    write_json(config, {"r": 24, "lora_alpha": 6.0})
+    recipe = prepare().phase(MAIN_PHASE).recipe
+    assert recipe.lora is not None and (recipe.lora.rank, recipe.lora.alpha) == (24, 6.0)
+    assert recipe.policy_name == recipe.name != recipe.model.name
+    assert prepare("--model", "model", run_dir="other").phase(MAIN_PHASE).recipe.lora is None
+    write_json(config, {"r": 1024, "lora_alpha": 6.0})
+    done = primerl("eval", "run", "--run-dir", "third")
+    assert isinstance(done.exception, ConfigError) and "rank 1024" in str(done.exception)
+
+
+def test_the_base_model_of_adapters_is_an_adapter_of_zeros(tmp_path: Path) -> None:
+    like = tmp_path / "step_3"
+    like.mkdir()
+    save_file(
+        {"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)}, like / "adapter_model.safetensors"
+    )
+    write_json(like / "adapter_config.json", {"r": 2})
+    run = RunDir(tmp_path / "scored")
+    blank = write_blank_adapter(run, like)
+    assert run.stable_weights() == [0] and not manifest_fault(blank)
+    tensors = load_file(blank / "adapter_model.safetensors")
+    assert {name: (value.shape, value.dtype, value.any()) for name, value in tensors.items()} == {
+        "a": ((2, 3), np.float32, False),
+        "b": ((4,), np.float16, False),
+    }
+    assert read_json(blank / "adapter_config.json") == {"r": 2}
 
 
 def test_a_directory_of_other_scores_is_not_mixed_with_these(trained: RunDir) -> None:

@@ -129,8 +129,9 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             ["after.export.merge is for recipes with lora"],
         ),
         (
-            MINIMAL + "lora: {}\nafter: {evaluation: {environments: [{id: reverse-text}]}}\n",
-            ["after.evaluation needs a whole model"],
+            "kind: sft\nname: a\nmodel: {name: m}\nmax_steps: 1\nsft: {data: {path: a}}\nlora: {rank: 1024}\n"
+            "after: {evaluation: {environments: [{id: reverse-text}]}}\n",
+            ["lora.rank 1024", "512"],
         ),
     ],
 )

@@ -26,6 +26,8 @@ from machine import ROOT, peak_of
 
 sys.path.insert(0, str(ROOT))
 
+from primerl_hpc.common.listen import free_port
+
 SETTINGS: dict[str, dict] = {
     "nothing": {"activation_checkpointing": "none"},
     "recompute mlp": {"activation_checkpointing": ["mlp"]},
@@ -119,10 +121,10 @@ def main() -> int:
             subprocess.run(tool, check=True, capture_output=True)
             model = f"{name}/model"
         whole = None
-        for number, setting in enumerate(options.settings):
+        for setting in options.settings:
             command = [sys.executable, __file__, "--model", model, "--tokens", str(options.tokens)]
             group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(29_600 + number)}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
             done = subprocess.run(
                 [*command, "--setting", setting, "--folder", name],
                 env={**os.environ, **group, **meeting},
