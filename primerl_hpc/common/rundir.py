@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -303,8 +304,6 @@ class RunDir:
 
     def has_lease(self, path: Path, *, max_age_s: float = 600.0) -> bool:
         """A lease older than ``max_age_s`` belonged to a reader that died."""
-        import time
-
         for lease in (path.parent / ".leases").glob(f"{path.name}.*"):
             try:
                 if time.time() - lease.stat().st_mtime < max_age_s:
@@ -348,6 +347,12 @@ def publish_endpoint(run_dir: RunDir, process: str, url: str, **details: Any) ->
             **details,
         },
     )
+
+
+def request_restart(run_dir: RunDir, process: str, incarnation: int, reason: str) -> None:
+    """Ask the supervisor for a new life of ``process``, whose present one is no good to its peers."""
+    asked = {"process": process, "incarnation": incarnation, "reason": reason, "time": time.time()}
+    write_json(run_dir.restart_request(process), asked)
 
 
 def rendezvous_name(process: str) -> str:

@@ -18,8 +18,8 @@ from primerl_hpc.orchestrator.self_teacher import SelfTeacher, check_demonstrati
 from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.orchestrator.trajectories import Rollout
 from primerl_hpc.recipe.algorithm_schema import OPD, OPSD, Algorithm
-from primerl_hpc.recipe.renderer import make_renderer
-from primerl_hpc.recipe.schema import Model, Recipe
+from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
+from primerl_hpc.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
@@ -42,7 +42,7 @@ class Distillation:
         for handle, config in zip(handles, self.recipe.algorithms, strict=True):
             if isinstance(config, OPSD):
                 check_demonstrations(config, handle.environment.label, handle.tasks)
-        tokenizer = await asyncio.to_thread(_load_tokenizer, self.recipe.model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, self.recipe.model)
         if kinds & {"opsd", "sft_distill"}:
             self.renderer = make_renderer(self.recipe.model, tokenizer)
         if "opsd" in kinds:
@@ -75,11 +75,3 @@ class Distillation:
         for client in (self.teacher, self.self_teacher):
             if client is not None:
                 await client.close()
-
-
-def _load_tokenizer(model: Model) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        model.tokenizer or model.name, trust_remote_code=model.trust_remote_code
-    )

@@ -15,8 +15,9 @@
 
 While the server is down ``run`` waits for its successor up to ``restart_timeout_s``; nothing is ever queued at a dead
 one. verifiers' own client never learns of a death (its runs stay pending for ever), so the endpoint file is watched
-here: it vanishes when the process ends, and a restarted server has another incarnation. A server that the recipe names by
-address publishes nothing; it is asked for its health instead.
+here: it vanishes when the process ends, and a restarted server has another incarnation. One that is there and answers
+nobody for ``health_s`` (frozen, or stuck in an environment's code) is given up, and the supervisor is asked for its
+successor. A server that the recipe names by address publishes nothing; it is asked for its health alone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
-from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.common.rundir import RunDir, read_endpoint, request_restart
 from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.renderer import renderer_config
 from primerl_hpc.recipe.rollout_schema import Environment, Sampling
@@ -43,6 +45,7 @@ if TYPE_CHECKING:  # verifiers takes seconds to import
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 2.0
+_HEALTH_EVERY_S = 5.0
 _MISSED_HEALTHS = 3  # in a row, of a server by address, until it counts as gone
 
 
@@ -63,14 +66,17 @@ class EnvServerClient:
         *,
         poll_s: float = 0.2,
         restart_timeout_s: float = 120.0,
+        health_s: float = 300.0,
     ) -> None:
         """``process``: ``env_server-<i>``; not asked for where the environment has an address. Starts watching at the first `wait_ready` or `run`, in that event loop."""
         self.run_dir, self.process, self.environment = run_dir, process, environment
-        self.poll_s, self.restart_timeout_s = poll_s, restart_timeout_s
+        self.poll_s, self.restart_timeout_s, self.health_s = poll_s, restart_timeout_s, health_s
+        self._asking: asyncio.Task[bool] | None = None  # whether the server that we are connected to is well
+        self._asked_at = self._next_ask = self._heard_at = 0.0
         self._identity: tuple[Any, ...] | None = None  # whom we are connected to
         self._client: EnvClient | None = None
         self._up = asyncio.Event()
-        self._died: asyncio.Future[None] | None = None  # done when the server we are connected to is gone
+        self._running: set[asyncio.Timeout] = set()  # of rollouts at that server; all expire with it
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -81,6 +87,8 @@ class EnvServerClient:
     async def wait_ready(self, timeout_s: float) -> None:
         """Raises TimeoutWaitingError when the server is not published and healthy in time."""
         self._ensure_watcher()
+        if self._up.is_set():
+            return
         try:
             await asyncio.wait_for(self._up.wait(), timeout_s)
         except TimeoutError:
@@ -106,24 +114,26 @@ class EnvServerClient:
             await self.wait_ready(self.restart_timeout_s)
         except TimeoutWaitingError as error:
             raise EnvServerDied(error.cause, mend=error.mend) from None
-        assert self._client is not None and self._died is not None
-        server, died = self._client, self._died
-        task = asyncio.create_task(
-            server.run(client=client, model=model, sampling=sampling, task_data=task_data)
-        )
+        assert self._client is not None
+        server, limit = self._client, asyncio.timeout(timeout_s)
         try:
-            await asyncio.wait({task, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if died.done():
-                raise EnvServerDied(
-                    f"the server of environment {self.environment.label} died during a rollout"
-                )
-            raise TimeoutError(f"a rollout of {self.environment.label} took longer than {timeout_s:.0f} s")
+            async with limit:
+                self._running.add(limit)
+                episode = await server.run(client=client, model=model, sampling=sampling, task_data=task_data)
+                self._heard_at = time.monotonic()
+                return episode
+        except TimeoutError:  # verifiers told the server to give the rollout up
+            if self._client is server:
+                raise TimeoutError(
+                    f"a rollout of {self.environment.label} took longer than {timeout_s:.0f} s"
+                ) from None
+            raise EnvServerDied(
+                f"the server of environment {self.environment.label} died during a rollout"
+            ) from None
         except RuntimeError as error:  # how verifiers says that the server answered with an error
             raise EnvServerError(str(error), place=f"environment {self.environment.label}") from error
         finally:
-            task.cancel()  # sends the cancellation to the server unless the rollout is done
+            self._running.discard(limit)
 
     async def health(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers now."""
@@ -159,7 +169,25 @@ class EnvServerClient:
                 await self._disconnect()
                 if endpoint is not None:
                     await self._connect(identity, endpoint["url"])
+            elif endpoint is not None:
+                await self._ask_health(endpoint["incarnation"])
             await asyncio.sleep(self.poll_s)
+
+    async def _ask_health(self, incarnation: int) -> None:
+        """One question at a time, now and then; who neither answers it nor ends a rollout meanwhile is given up."""
+        assert self._client is not None
+        now = time.monotonic()
+        if self._asking is None:
+            if now >= self._next_ask:
+                self._asked_at = now
+                self._asking = asyncio.create_task(self._client.health(self.health_s))
+        elif self._asking.done():
+            is_alive = self._asking.result() or self._heard_at > self._asked_at
+            self._asking, self._next_ask = None, now + _HEALTH_EVERY_S
+            if not is_alive:
+                reason = f"answered nobody for {self.health_s:.0f} s"
+                request_restart(self.run_dir, self.process, incarnation, reason)
+                await self._disconnect()
 
     async def _watch_address(self, address: str) -> None:
         missed = 0
@@ -187,19 +215,24 @@ class EnvServerClient:
             await client.close()
             return
         self._identity, self._client = identity, client
-        self._died = asyncio.get_running_loop().create_future()
         self._up.set()
         logger.info("environment %s is served at %s", self.environment.label, url)
 
     async def _disconnect(self) -> None:
         if self._client is None:
             return
-        assert self._died is not None
         logger.info("the server of environment %s is gone", self.environment.label)
         client, self._client, self._identity = self._client, None, None
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
         self._up.clear()
-        self._died.set_result(None)
-        await asyncio.sleep(0)  # the runs that waited cancel theirs before the socket closes under them
+        now = asyncio.get_running_loop().time()
+        for limit in self._running:
+            if not limit.expired():
+                limit.reschedule(now)
+        while self._running:  # they cancel theirs before the socket closes under them
+            await asyncio.sleep(0)
         await client.close()
 
 

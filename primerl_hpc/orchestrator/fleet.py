@@ -31,9 +31,8 @@ from typing import Any
 import httpx
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
-from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints
+from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints, request_restart
 
 logger = logging.getLogger(__name__)
 
@@ -209,15 +208,7 @@ class Fleet:
 
     def request_restart(self, engine: Engine, reason: str) -> None:
         """Ask the supervisor for a new incarnation of this engine; the router leaves it out meanwhile."""
-        write_json(
-            self.run_dir.restart_request(engine.process),
-            {
-                "process": engine.process,
-                "incarnation": engine.incarnation,
-                "reason": reason,
-                "time": time.time(),
-            },
-        )
+        request_restart(self.run_dir, engine.process, engine.incarnation, reason)
 
     # -- looking ---------------------------------------------------------------------------------------------------
     async def metrics(self) -> dict[str, dict[str, float]]:

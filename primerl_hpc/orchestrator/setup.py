@@ -73,7 +73,9 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
             continue
         limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
         tasks = await asyncio.to_thread(load_tasks, environment, limit)
-        client = EnvServerClient(run, process_name(Role.ENV_SERVER, index), environment)
+        client = EnvServerClient(
+            run, process_name(Role.ENV_SERVER, index), environment, health_s=recipe.timeouts.health_s
+        )
         handles[Split(split)].append(EnvHandle(environment, client, tasks))
     return handles
 

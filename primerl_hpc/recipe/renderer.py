@@ -42,3 +42,11 @@ def make_renderer(model: Model, tokenizer: Any, template_kwargs: Mapping[str, An
             mend="set model.renderer.name to its family, e.g. qwen3, llama-3 or chatml",
         )
     return renderer
+
+
+def load_tokenizer(model: Model) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model.tokenizer or model.name, trust_remote_code=model.trust_remote_code
+    )

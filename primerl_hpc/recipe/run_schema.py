@@ -30,7 +30,7 @@ class Timeouts(Block):
     stall_s: PositiveInt = 3600
     """Supervisor: for the next finished rollout or step, or ten times the longest wait so far where that is longer. Then the role that holds the run up writes down its stacks and is ended like one that died."""
     health_s: PositiveInt = 300
-    """Supervisor: for an engine or the router that takes connections and answers none. Then it is started again."""
+    """For an engine, the router, the teacher or an environment server that answers nobody, and an engine that makes no token of its requests. Then it is started again."""
     distributed_s: PositiveInt = 3600
     """A collective of the trainer."""
     trainer_hang_s: PositiveInt = 1200

@@ -18,6 +18,8 @@ from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.listen import listen_host
 from primerl_hpc.common.rundir import ensure_api_key, publish_endpoint
 from primerl_hpc.envs.config import environment_of
+from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
 
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(role: RoleProcess) -> None:
-    """Serve until SIGTERM. Raises ConfigError when the environment cannot be loaded."""
+    """Serve until SIGTERM. Raises ConfigError when the environment cannot be loaded, or the model's template not rendered."""
     split, environment = environment_of(role.recipe, role.index)
     # a failed model call is in the episode that we hand back; a line for each try would fill the log of a lost engine
     logging.getLogger("verifiers.v1.interception").setLevel(logging.ERROR)
@@ -39,6 +41,8 @@ def serve(role: RoleProcess) -> None:
         from primerl_hpc.envs.tasks import resolve_environment
 
         config = resolve_environment(environment)
+        if _renders_for(role.recipe):
+            make_renderer(role.recipe.model, load_tokenizer(role.recipe.model))
         try:
             serve_env(
                 max_workers=1,
@@ -54,6 +58,12 @@ def serve(role: RoleProcess) -> None:
                 f"its server failed: {type(error).__name__}: {error}",
                 place=f"environment {environment.label}",
             ) from error
+
+
+def _renders_for(recipe: Recipe) -> bool:
+    """Whether rollouts are token ids; a model elsewhere, or a teacher that samples, is asked by messages."""
+    is_elsewhere = recipe.evaluation is not None and recipe.evaluation.external is not None
+    return not is_elsewhere and "sft_distill" not in recipe.algorithm_types
 
 
 class _Publisher:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
@@ -37,7 +40,7 @@ from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema import Teacher
 from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
-from tests.support import make_plan, process_plan, run_role
+from tests.support import make_plan, make_tiny_model, process_plan, run_role
 
 pytestmark = pytest.mark.e2e
 
@@ -150,6 +153,26 @@ def test_kill_9_fails_pending_rollouts_and_the_next_ones_run_on_the_successor(se
         finally:
             rollouts.resume()
         assert (await again).ok
+
+    with_rollouts(serving, check)
+
+
+def test_a_frozen_server_is_given_up_and_its_successor_asked_for(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        rollouts.client.health_s = 1.0
+        frozen, request = serving.processes["env_server-0"].pid, serving.run.restart_request("env_server-0")
+        life = read_endpoint(serving.run, "env_server-0")["incarnation"]
+        os.killpg(frozen, signal.SIGSTOP)
+        try:
+            with pytest.raises(EnvServerDied):
+                await rollouts.run()
+            asked = read_json(request)
+            assert asked["incarnation"] == life and "answered nobody" in asked["reason"]
+        finally:
+            rollouts.client.health_s = 300.0
+            request.unlink(missing_ok=True)
+            os.killpg(frozen, signal.SIGCONT)
+        assert (await rollouts.run()).ok  # had nobody restarted it, it would be taken as it is
 
     with_rollouts(serving, check)
 
@@ -285,6 +308,16 @@ def test_the_second_server_is_the_evaluations_and_leaves_nothing_behind(serving:
     assert serving.terminate("env_server-1") == ExitCode.DONE
     assert not scratch.exists()
     assert list(serving.home.iterdir()) == []
+
+
+def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model"
+    recipe = make_recipe(model)
+    recipe["model"]["renderer"] = {"name": "auto"}
+    make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
+    code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0")
+    assert code == ExitCode.CONFIG
+    assert f"no renderer is known for model {model}" in log.splitlines()[-1]
 
 
 def test_an_unknown_environment_ends_the_server_with_its_name(tmp_path: Path) -> None:
