@@ -14,7 +14,7 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, run_cli, start_cli, wait_for
+from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli, wait_for
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
@@ -175,27 +175,19 @@ def test_lost_nodes_send_their_runs_back_into_the_queue_and_they_go_on_elsewhere
     for toy in (first, second):
         toy.submit()
         toy.wait_until_ready("inference-0", "trainer-0")
-    cluster, lost = (
-        first.cluster,
-        [first.endpoint("trainer-0")["host"], second.endpoint("inference-0")["host"]],
-    )
-    for node in lost:
-        cluster.tool("kill-node", node)
-    try:
-        for toy in (first, second):
-            wait_for(
-                lambda toy=toy: toy.snapshot().state == RunState.PENDING or toy.snapshot().attempt == 2,
-                "requeue",
-            )
-        wait_for(
-            lambda: 2 in (first.snapshot().attempt, second.snapshot().attempt),
-            "a second attempt",
-            240,
-            first.words,
-        )
-    finally:
-        for node in lost:
-            cluster.tool("return-node", node)
+    lost = (first.endpoint("trainer-0")["host"], second.endpoint("inference-0")["host"])
+
+    def is_again() -> bool:
+        first.hurry()
+        second.hurry()
+        return 2 in (first.snapshot().attempt, second.snapshot().attempt)
+
+    def is_requeued(toy: SlurmToy) -> bool:
+        return toy.snapshot().state == RunState.PENDING or toy.snapshot().attempt == 2
+
+    with first.cluster.without_power(*lost):
+        wait_for(lambda: is_requeued(first) and is_requeued(second), "requeue")
+        wait_for(is_again, "a second attempt", 240, first.words)
     for toy in (first, second):
         toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
     first.wait_for_words("goes on after 1", "trainer-0", attempt=2)
@@ -210,7 +202,7 @@ def test_a_lost_node_without_requeue_fails_the_run_and_names_it(new_toy: Callabl
     toy = add_roles(new_toy(requeue=False))
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0")
-    subprocess.run(["scontrol", "update", "nodename=n2", "state=down", "reason=test"], check=True)
+    call_down("n2")
     wait_for(lambda: toy.snapshot().state.is_final, "its end", tell=toy.words)
     toy.wait_for_job("NODE_FAIL")
     toy.wait_for_state(RunState.FAILED)  # never done, whatever srun's code says

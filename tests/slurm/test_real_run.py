@@ -6,7 +6,10 @@ Nodes here have one CPU slot each if not said otherwise, so that two ranks of an
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,13 +84,13 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
     profile = dict(load_yaml(ROOT / "cluster_profiles" / "virtual.yaml").values)
     made: list[RealRun] = []
 
-    def go(name: str, recipe: dict[str, Any], *, slots: int = 1) -> RealRun:
+    def go(name: str, recipe: dict[str, Any], *, slots: int = 1, command: str = "submit") -> RealRun:
         profile["node"] = {**profile["node"], "cpu_slots": slots}
         (tmp_path / "profile.yaml").write_text(dump_yaml(profile))
         path = tmp_path / f"{name}.yaml"
         path.write_text(dump_yaml({**SMALL, "name": name, **recipe}))
         root = tmp_path / "runs" / name
-        words = ("submit", str(path), "-p", str(tmp_path / "profile.yaml"), "--run-dir", str(root))
+        words = (command, str(path), "-p", str(tmp_path / "profile.yaml"), "--run-dir", str(root))
         done = run_cli(*words, "--set", f"model.name={model}")
         assert done.returncode == 0, done.stderr
         made.append(RealRun(root))
@@ -173,6 +176,11 @@ def test_inference_alone_tells_its_address_and_serves(
     choice = answer["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert logprobs == pytest.approx(hf_logprobs(model, prompt, choice["token_ids"]), abs=1e-4)
+    chat = ("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
+    said = json.loads(
+        cluster.tool("exec", "env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "primerl_hpc", *chat)
+    )
+    assert 1 <= said["tokens"] <= 4 and said["versions"] == [0]
     ready = [row for row in read_jsonl(real.run.events) if row["event"] == "role_ready"]
     assert {row["process"] for row in ready} == {"inference-0", "router-0"}
     assert url in run_cli("status", str(real.run.root)).stdout
@@ -180,8 +188,10 @@ def test_inference_alone_tells_its_address_and_serves(
     assert real.state == RunState.STOPPED
 
 
-def test_evaluation_alone_measures_and_ends(submit: Callable[..., RealRun]) -> None:
-    """One node, one engine of two tensor parallel ranks on it."""
+def test_evaluation_alone_measures_and_ends_and_its_engine_talks_to_people(
+    cluster: Cluster, submit: Callable[..., RealRun]
+) -> None:
+    """One node, one engine of two tensor parallel ranks on it, which listen on the loopback of that node only."""
     held_out = {
         "id": "reverse-text",
         "name": "held-out",
@@ -192,14 +202,28 @@ def test_evaluation_alone_measures_and_ends(submit: Callable[..., RealRun]) -> N
     real = submit(
         "measure",
         {
-            "kind": "eval",
-            "environments": {"eval": [held_out]},
+            "environments": {**SMALL["environments"], "eval": [held_out]},
             "layout": {"inference": {"replicas": 1, "tensor_parallel": 2}},
         },
         slots=2,
+        command="eval",
     )
+
+    def evaluators() -> list[int]:
+        starts = f"{sys.executable} -m primerl_hpc.roles.evaluator"
+        return [pid for pid, line in cluster.processes_of(real.run).items() if line.startswith(starts)]
+
+    wait_for(evaluators, "the evaluator", READY_S, real.words)
+    (evaluator,) = evaluators()
+    os.kill(evaluator, signal.SIGSTOP)  # its end would end the job before anybody could talk
+    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", READY_S, real.words)
+    said = run_cli("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
+    os.kill(evaluator, signal.SIGCONT)
+    assert said.returncode == 0 and 1 <= json.loads(said.stdout)["tokens"] <= 4, said.stderr
     real.wait_for_state(RunState.DONE)
     row = read_steps(real.run.metrics("eval"))[0]
     assert 0 <= row["eval/held-out/reward/mean"] <= 1
+    (score,) = json.loads(run_cli("scores", str(real.run.root), "--json").stdout)["scores"]
+    assert (score["environment"], score["step"]) == ("held-out", 0)
     wait_for(lambda: "evaluator-0" in real.steps(), "accounting", tell=real.steps)
     assert set(real.steps().values()) == {"n1"}

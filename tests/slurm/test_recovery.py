@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,19 @@ from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import RECIPE, SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, wait_for
+from tests.slurm.virtual import (
+    RECIPE,
+    SAY,
+    SERVE,
+    TRAIN,
+    Cluster,
+    SlurmToy,
+    call_down,
+    not_on,
+    preflight,
+    run_cli,
+    wait_for,
+)
 
 
 def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:
@@ -92,11 +106,6 @@ def with_spares(toy: SlurmToy, spares: int) -> SlurmToy:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.plan_changes = {"spare_nodes": spares}
     return toy
-
-
-def call_down(node: str) -> None:
-    """What SLURM does with a silent node after its timeout, at once."""
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True)
 
 
 def resume_nodes(*nodes: str) -> None:
@@ -209,3 +218,37 @@ def test_nodes_are_given_back_at_once_though_a_server_does_not_heed_sigterm(
     assert seconds_to_release(toy, ended[0]) < limit_s
     toy.wait_for_state(state)
     toy.assert_nothing_is_left()
+
+
+@pytest.fixture
+def cluster_by_parents(
+    tmp_path_factory: pytest.TempPathFactory, virtual_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
+    """A second cluster: it has no control groups, and knows a process of a step by its parents alone."""
+    made = Cluster(tmp_path_factory.mktemp("mine"))  # SLURM's sockets in it must have short paths
+    told = made.tool("up", "--no-accounting", "--requeue-delay", "8")
+    assert "process tracking by linuxproc" in told
+    monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:{os.environ['PATH']}")
+    yield made
+    made.tool("down", "--purge")
+
+
+def test_nothing_is_left_where_slurm_knows_processes_by_their_parents_alone(
+    cluster_by_parents: Cluster, tmp_path: Path
+) -> None:
+    """Nor does the epilog of that cluster, which ends what escaped, find anything at a requeue, a cancel and a finish."""
+    toy = SlurmToy(cluster_by_parents, tmp_path / "run")
+    toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1, 2))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0")
+    subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
+    toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
+    assert run_cli("cancel", str(toy.run.root), "--wait").returncode == 0
+    toy.assert_nothing_is_left()
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0", attempt=3)
+    (toy.run.root / "enough").touch()
+    toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+    assert not (cluster_by_parents.folder / "log" / "strays").exists()

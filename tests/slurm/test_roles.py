@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
@@ -62,7 +65,9 @@ def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy) -> None:
     assert (failure["node"], failure["signal"]) == ("n2", "SIGKILL")
 
 
-def test_a_killed_server_a_requested_restart_and_a_late_one_are_started_again(toy: SlurmToy) -> None:
+def test_a_killed_server_a_requested_restart_a_late_one_and_a_killed_srun_are_started_again(
+    toy: SlurmToy,
+) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
     late = SAY + "time.sleep(900 if os.environ['PRIMERL_INCARNATION'] == '0' else 0)\n" + SERVE
@@ -73,11 +78,19 @@ def test_a_killed_server_a_requested_restart_and_a_late_one_are_started_again(to
     toy.cluster.on("n2", "kill", "-9", str(toy.endpoint("inference-0")["pid"]))
     write_json(toy.run.restart_request("router-0"), {"reason": "it cannot be updated"})
 
-    def is_second_life(process: str) -> bool:
-        return toy.run.endpoint(process).exists() and toy.endpoint(process)["incarnation"] == 1
+    def is_in_life(process: str, number: int) -> bool:
+        return toy.run.endpoint(process).exists() and toy.endpoint(process)["incarnation"] == number
 
     for process in ("inference-0", "router-0", "env_server-0"):
-        wait_for(lambda process=process: is_second_life(process), f"second life of {process}")
+        wait_for(lambda process=process: is_in_life(process, 1), f"second life of {process}")
+    left = toy.endpoint("router-0")["pid"]
+    lines = toy.cluster.processes_of(toy.run).items()
+    sruns = [pid for pid, line in lines if "srun --overlap --job-name=router-0 " in line]
+    assert sruns
+    for pid in sruns:  # with its shepherd; the step lives on without them
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: is_in_life("router-0", 2), "third life of the router", tell=toy.words)
+    assert not toy.cluster.on("n1", "ps", "-o", "pid=", "-p", str(left), check=False)
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()

@@ -26,9 +26,14 @@ def holds(folder: Path) -> list[int]:
     return found
 
 
-def test_up_after_a_kill_and_down_leave_nothing_behind(tmp_path: Path, virtual_cluster: Cluster) -> None:
+@pytest.fixture
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """Not up yet. SLURM's sockets in its folder must have short names."""
+    return Cluster(tmp_path_factory.mktemp("mine"))
+
+
+def test_up_after_a_kill_and_down_leave_nothing_behind(mine: Cluster, virtual_cluster: Cluster) -> None:
     """Beside another cluster with the same node names and addresses, which it does not disturb."""
-    mine = Cluster(tmp_path / "mine")
     mine.tool("up", "--nodes", "2", "--no-accounting")
     assert mine.tool("exec", str(mine.folder / "bin" / "srun"), "-N2", "hostname").split() != []
     os.kill(int((mine.folder / "holder.pid").read_text()), signal.SIGKILL)
@@ -44,8 +49,7 @@ def test_up_after_a_kill_and_down_leave_nothing_behind(tmp_path: Path, virtual_c
     virtual_cluster.wait_until_idle()
 
 
-def test_a_node_loses_power_and_comes_back(tmp_path: Path, virtual_cluster: Cluster) -> None:
-    mine = Cluster(tmp_path / "mine")
+def test_a_node_loses_power_and_comes_back(mine: Cluster, virtual_cluster: Cluster) -> None:
     mine.tool("up", "--nodes", "2", "--no-accounting", "--node-timeout", "3")
     try:
         mine.tool("kill-node", "n2")
@@ -66,13 +70,21 @@ def test_a_node_loses_power_and_comes_back(tmp_path: Path, virtual_cluster: Clus
         mine.tool("down", "--purge")
 
 
-@pytest.mark.parametrize("words", [["up", "--nodse", "4"], ["up", "--nodes", "0"], ["dwon"]])
-def test_a_mistyped_command_starts_nothing(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "folder, words",
+    [
+        ("c", ["up", "--nodse", "4"]),
+        ("c", ["up", "--nodes", "0"]),
+        ("c", ["dwon"]),
+        ("too-long-for-sockets" * 4, ["up"]),
+    ],
+)
+def test_a_mistyped_command_starts_nothing(tmp_path: Path, folder: str, words: list[str]) -> None:
     done = subprocess.run(
-        [str(TOOL), "--dir", str(tmp_path / "c"), *words], capture_output=True, text=True, check=False
+        [str(TOOL), "--dir", str(tmp_path / folder), *words], capture_output=True, text=True, check=False
     )
     assert done.returncode and done.stderr
-    assert not (tmp_path / "c" / "holder.pid").exists()
+    assert not (tmp_path / folder / "holder.pid").exists()
 
 
 def test_the_script_passes_shellcheck() -> None:

@@ -8,12 +8,13 @@ toy.wait_for_state(RunState.DONE)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ def wait_for(
         time.sleep(0.1)
 
 
+def call_down(node: str) -> None:
+    """What SLURM does with a silent node after its timeout, at once."""
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True)
+
+
 class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,6 +113,19 @@ class Cluster:
     def wait_until_idle(self) -> None:
         wait_for(lambda: self.idle_nodes() == NODES + CPU_NODES, "all nodes idle")
 
+    @contextlib.contextmanager
+    def without_power(self, *nodes: str) -> Iterator[None]:
+        """Silent, and called down at once; tests/slurm/test_virtual_cluster.py waits until SLURM does that itself."""
+        for node in nodes:
+            self.tool("kill-node", node)
+        try:
+            for node in nodes:
+                call_down(node)
+            yield
+        finally:
+            for node in nodes:
+                self.tool("return-node", node)
+
     def wait_until_saved(self, job: str) -> None:
         """slurmctld writes jobs down seconds after one changed; a job it has not written down is lost with it."""
         before = time.time()
@@ -116,16 +135,16 @@ class Cluster:
         jobs = self.folder / "state" / "job_state"
         wait_for(lambda: jobs.exists() and jobs.stat().st_mtime > before, "the controller's save")
 
-    def processes_of(self, run: RunDir) -> list[str]:
-        """Command lines on any node that name the run directory. Nodes' processes are visible from this machine."""
-        found = []
+    def processes_of(self, run: RunDir) -> dict[int, str]:
+        """Command lines on any node that name the run directory, by the pid that they have on this machine."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
             if str(run.root) in words:
-                found.append(" ".join(words))
+                found[int(folder.name)] = " ".join(words)
         return found
 
 
@@ -145,6 +164,7 @@ class SlurmToy:
         self.recipe: dict[str, Any] = RECIPE
         self.plan_changes: dict[str, Any] = {}
         self.jobs = JobWatcher()
+        self.next_hurry = 0.0
 
     def add(
         self, role: Role, code: str, on_exit: OnExit, *, nodes: tuple[int, ...] = (0,), **changes: Any
@@ -231,16 +251,36 @@ class SlurmToy:
             ready = {
                 row["process"] for row in self.events("role_ready") if starts and row["time"] >= starts[-1]
             }
+            if attempt > 1 and not starts:
+                self.hurry()
             return set(processes) <= ready
 
         wait_for(is_ready, f"{processes} ready in attempt {attempt}", tell=self.words)
+
+    def hurry(self) -> None:
+        """Spare a requeued job the pause for which SLURM holds it (--requeue-delay). Asked at most once a second."""
+        if time.monotonic() < self.next_hurry or not self.run.job.exists():
+            return
+        self.next_hurry = time.monotonic() + 1.0
+        jobs = [self.job, self.engines] if self.elastic else [self.job]
+        ask_for = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=PENDING", "--format=%i|%r"]
+        told = subprocess.run(ask_for, check=False, capture_output=True, text=True).stdout
+        for job, _, reason in (line.strip().partition("|") for line in told.splitlines()):
+            if reason == "BeginTime":
+                start = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+                subprocess.run(start, check=False, capture_output=True)
 
     def wait_for_words(self, words: str, process: str, attempt: int = 1) -> None:
         """In a log: what a process prints passes srun, and may come later than the files it writes."""
         wait_for(lambda: words in self.log(process, attempt), f"'{words}' of {process}", tell=self.words)
 
     def wait_for_state(self, state: RunState, timeout_s: float = 90.0) -> None:
-        wait_for(lambda: self.snapshot().state == state, f"state {state}", timeout_s, self.words)
+        def is_reached() -> bool:
+            if state == RunState.DONE:
+                self.hurry()
+            return self.snapshot().state == state
+
+        wait_for(is_reached, f"state {state}", timeout_s, self.words)
 
     def wait_for_job(self, state: str, timeout_s: float = 60.0) -> None:
         wait_for(lambda: self.fact().state == state, f"job state {state}", timeout_s, self.words)
