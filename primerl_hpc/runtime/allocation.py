@@ -128,6 +128,25 @@ def smallest(counts: str) -> int:
     return min((int(number) for number in re.findall(r"(?:^|,)(\d+)", counts)), default=1)
 
 
+async def came_together(allocation: Allocation) -> bool:
+    """Whether the components of a heterogeneous job went through the queue together; True for any other job.
+
+    SLURM puts a component whose first node is lost back into the queue alone. The other one goes on meanwhile, with the
+    processes of the attempt before and a walltime that ends earlier. Its start lies before the requeue of the lost one,
+    while components that start together do so after the last of them was submitted or requeued.
+    """
+    if allocation.cpu_host is None:
+        return True
+    _, said = await run_slurm(
+        *("squeue", "--noheader", f"--jobs={allocation.job_id}", "--format=%S %V"),
+        environment={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+    )
+    starts, submits = said.split()[::2], said.split()[1::2]
+    if not all(word.isdigit() for word in (*starts, *submits)):
+        return True  # SLURM does not say
+    return min(map(int, starts), default=0) >= max(map(int, submits), default=0)
+
+
 async def seconds_left(job_id: str) -> float | None:
     """Until the walltime ends the job; None without a limit, or when SLURM does not say."""
     if end := os.environ.get("SLURM_JOB_END_TIME"):

@@ -30,7 +30,7 @@ from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
-from primerl_hpc.runtime.allocation import read_allocation, run_slurm, seconds_left
+from primerl_hpc.runtime.allocation import came_together, read_allocation, run_slurm, seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.nodes import Nodes
@@ -73,6 +73,9 @@ class Supervisor:
             self._install_signal_handlers()
             self._open_attempt()
             await self._read_allocation()
+            if self.nodes is not None and not await came_together(self.nodes.allocation):
+                self.is_closing = True
+                return await self._come_back_whole()
             if self.nodes is not None and not await self.nodes.look():
                 self.is_closing = True
                 return await self._give_nodes_back(self.nodes)
@@ -146,6 +149,15 @@ class Supervisor:
             self._event("nodes_bad_again", nodes=sorted(nodes.excluded))
         await self.succession.end()
         return self._fail()
+
+    async def _come_back_whole(self) -> ExitCode:
+        """This component of a heterogeneous job was lost and came back alone: the whole job goes into the queue again."""
+        self._event("came_back_alone", host=self.state["host"])
+        reason = await self.succession.go_back_into_the_queue((self.begins() or {"step": 0})["step"])
+        if reason is None:
+            return ExitCode.PREEMPTED
+        await self.succession.end()
+        return self._fail(f"the head was lost and came back alone; {reason}")
 
     # -- before the first process ----------------------------------------------------------------------------------
 

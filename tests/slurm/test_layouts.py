@@ -22,6 +22,11 @@ def add_roles(toy: SlurmToy) -> SlurmToy:
     return toy
 
 
+def node_of(toy: SlurmToy, index: int) -> str:
+    """The host of a node of the plan."""
+    return read_json(toy.run.state)["hosts"][index]
+
+
 def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resumed(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
@@ -85,3 +90,39 @@ def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()
+
+
+def test_a_preemption_and_a_lost_node_of_either_component_bring_both_back_together(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    """SLURM requeues the CPU node's component alone when that node is lost; the run then has the whole job requeued."""
+    toy = add_roles(new_toy(partition="preemptible"))
+    assert toy.profile.cpu_partition is not None
+    cpu = toy.profile.cpu_partition.model_copy(update={"partition": "preemptible"})
+    toy.profile = toy.profile.model_copy(update={"cpu_partition": cpu})
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0", "router-0")
+    urgent = ask(["sbatch", "--parsable", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600"])
+    toy.wait_for_job("PENDING")
+    assert toy.run.latest_checkpoint() == 2
+    subprocess.run(["scancel", urgent.strip()], check=True)
+
+    toy.wait_until_ready("inference-0", "trainer-0", "router-0", attempt=2)
+    with toy.cluster.without_power(node_of(toy, 1)):
+        toy.wait_until_ready("inference-0", "trainer-0", "router-0", attempt=3)
+    assert toy.run.latest_checkpoint() == 3  # its other node was told, and saved
+
+    with toy.cluster.without_power(node_of(toy, 2)):
+        wait_for(lambda: toy.hurry() or toy.events("came_back_alone"), "the head, alone", tell=toy.words)
+        toy.wait_until_ready("inference-0", "trainer-0", "router-0", attempt=5)
+        assert len(toy.events("came_back_alone")) == 1
+        saved = toy.run.latest_checkpoint()
+        assert saved in (
+            3,
+            4,
+        )  # the trainer that was left was told by that requeue, and may have saved once more
+        toy.wait_for_words(f"goes on after {saved}", "trainer-0_0", attempt=5)
+        (toy.run.root / "enough").touch()
+        toy.wait_for_state(RunState.DONE)
+    toy.assert_nothing_is_left()
+    assert ask(["squeue", "--noheader"]) == ""

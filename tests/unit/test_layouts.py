@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +18,7 @@ from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_engines, render_job
-from primerl_hpc.runtime.allocation import read_allocation
+from primerl_hpc.runtime.allocation import came_together, read_allocation
 from primerl_hpc.runtime.srun_step import srun_command
 from primerl_hpc.runtime.steps import Launch
 
@@ -135,6 +136,26 @@ def test_nodes_of_a_heterogeneous_job_are_found_on_their_component() -> None:
         lines[process.name] = srun_command(launch, allocation)
     assert {"--het-group=1", "--nodelist=gpu05", "--cpus-per-task=64"} <= set(lines["trainer-0"])
     assert {"--het-group=0", "--nodelist=c3", "--cpus-per-task=16"} <= set(lines["orchestrator-0"])
+
+
+@pytest.mark.parametrize(
+    "said, are_together",
+    [
+        ("120 101\\n119 110", True),
+        ("180 160\\n120 101", False),
+        ("", True),
+        ("Socket timed out", True),
+    ],
+    ids=["both ended and began again", "the head alone", "no answer", "an error"],
+)
+def test_components_came_together_unless_one_began_before_the_other_was_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, are_together: bool
+) -> None:
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$SLURM_TIME_FORMAT" = %s ] && printf "{said}"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    allocation = read_allocation(compiled("cpu-partition")[0], HET)
+    assert asyncio.run(came_together(allocation)) is are_together
 
 
 def test_a_plan_of_two_components_in_an_ordinary_job_is_refused() -> None:
