@@ -22,6 +22,8 @@ ENGINE_API_KEY = (
     "PRIMERL_ENGINE_API_KEY"  # only ever set for child processes, never written to a file but the 0600 one
 )
 
+MIRROR = "PRIMERL_MIRROR"  # an engine's folder on its node, inherited by its workers
+
 HOME = "PRIMERL_HOME"
 RUNS_DIR = "PRIMERL_RUNS_DIR"
 PROFILE = "PRIMERL_PROFILE"
@@ -30,7 +32,20 @@ DEBUG = "PRIMERL_DEBUG"
 _PROFILE_PREFIX = "PRIMERL_PROFILE__"
 
 RESERVED = frozenset(
-    {RUN_DIR, PROCESS, PHASE, ATTEMPT, INCARNATION, ENGINE_API_KEY, HOME, RUNS_DIR, PROFILE, TEMPLATES, DEBUG}
+    {
+        RUN_DIR,
+        PROCESS,
+        PHASE,
+        ATTEMPT,
+        INCARNATION,
+        ENGINE_API_KEY,
+        MIRROR,
+        HOME,
+        RUNS_DIR,
+        PROFILE,
+        TEMPLATES,
+        DEBUG,
+    }
 )
 
 
@@ -97,6 +112,15 @@ def engine_api_key() -> str | None:
 def set_engine_api_key(key: str) -> None:
     """For clients inside this process that name their key by its variable (verifiers does)."""
     os.environ[ENGINE_API_KEY] = key
+
+
+def mirror() -> Path:
+    """Where this engine keeps its own copy of what it serves (`inference.mirror`); its role has made it."""
+    return Path(os.environ[MIRROR])
+
+
+def set_mirror(folder: Path) -> None:
+    os.environ[MIRROR] = str(folder)
 
 
 def slurm_node_rank() -> int:

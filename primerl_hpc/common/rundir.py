@@ -126,6 +126,11 @@ class RunDir:
         return self.control / "checkpoint_now"
 
     @property
+    def full_weights_request(self) -> Path:
+        """A wish that the trainer write its policy version whole; written by the orchestrator, removed by the trainer."""
+        return self.control / "full_weights"
+
+    @property
     def api_key(self) -> Path:
         return self.control / "api_key"
 
@@ -228,6 +233,14 @@ class RunDir:
         return self.weights / f"step_{step}"
 
     @property
+    def deltas(self) -> Path:
+        return self.data_root / "deltas"
+
+    def delta_step(self, step: int) -> Path:
+        """What changed from policy version ``step`` - 1 to ``step``: a file per changed shard + manifest.json + STABLE."""
+        return self.deltas / f"step_{step}"
+
+    @property
     def checkpoints(self) -> Path:
         return self.data_root / "checkpoints"
 
@@ -287,7 +300,12 @@ class RunDir:
 
     def delete_after(self, step: int) -> None:
         """Drop what an earlier life wrote beyond ``step``: rollouts, weights and checkpoints of the lost future."""
-        for folder, marker in ((self.rollouts, STABLE), (self.weights, STABLE), (self.checkpoints, COMPLETE)):
+        for folder, marker in (
+            (self.rollouts, STABLE),
+            (self.weights, STABLE),
+            (self.deltas, STABLE),
+            (self.checkpoints, COMPLETE),
+        ):
             if not folder.is_dir():
                 continue
             for entry in folder.iterdir():

@@ -1,6 +1,7 @@
 """What vLLM mixes into its workers (``--worker-extension-cls``): loading a policy version in place.
 
-Called on every rank by ``collective_rpc("primerl_update_weights", args=(folder, version))``. Each rank checks the
+Called on every rank by ``collective_rpc("primerl_update_weights", args=(body,))``, with what the orchestrator posted
+(`transport.weights`). Each rank checks the
 whole folder first, so a bad one is an answer and not the end of the engine; then it streams the tensors, because a
 rank keeps only its slices and a node's memory may not hold one full copy per rank.
 """
@@ -11,25 +12,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+from primerl_hpc.inference.mirror import Mirror
+from primerl_hpc.transport.weights import Chain, from_body
 
 
 class WeightUpdate:
     """Methods and attributes carry our prefix: vLLM refuses an extension that shadows a worker's own."""
 
-    def primerl_update_weights(self, folder: str, version: int) -> dict[str, Any]:
-        """Load the HF weights of ``folder`` (or of a hub id that lies in the cache) in place.
+    def primerl_update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Load HF weights in place: of a folder, of a hub id that lies in the cache, or of a chain's last link.
 
-        Returns ``{"rank", "version"}``; ``{"rank", "error"}`` when the folder was refused and the old weights still
+        Returns ``{"rank", "version"}``; ``{"rank", "error"}`` when they were refused and the old weights still
         serve. Raises when the load itself fails: the model is then incomplete and the engine must end.
         """
         from primerl_hpc.inference import vllm_compat
 
         rank = int(getattr(self, "rank", 0))
+        source, version = from_body(body)
         config = vllm_compat.model_config(self)
         is_tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
         try:
+            folder = str(
+                Mirror(env.mirror()).bring_to(source, version) if isinstance(source, Chain) else source
+            )
             tensors = read_headers(_local_folder(folder) or Path(folder))
             reference = self._primerl_reference(config.model)
             if reference is not None:

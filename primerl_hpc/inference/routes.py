@@ -1,7 +1,7 @@
 """The engine's own routes and its lock, as one ASGI middleware (vLLM's ``--middleware``).
 
     POST /pause           {"clear_cache": false}          → {"paused": true}      in-flight requests freeze, new ones queue
-    POST /update_weights  {"path": "…", "version": 3}     → {"version": 3}
+    POST /update_weights  {"path": "…", "version": 3}     → {"version": 3}       or a chain, see `transport.weights`
     POST /resume                                          → {"paused": false}
     GET  /primerl/state                                   → {"process", "attempt", "incarnation", "version", "paused"}
 
@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.common.rundir import VERSION_HEADER
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+from primerl_hpc.transport.weights import describe, from_body
 
 logger = logging.getLogger(__name__)
 
@@ -126,27 +127,29 @@ class EngineRoutes:
         return JSONResponse({"paused": False})
 
     async def update_weights(self, request: Request) -> JSONResponse:
-        """Load ``path`` in place on every rank: a model's weights, or an adapter.
+        """Load a version in place on every rank: a model's weights, or an adapter.
 
         400: bad request; 422: bad folder, the old weights keep serving.
         """
         body = await _json(request)
-        path, version = body.get("path"), body.get("version")
-        if not isinstance(path, str) or type(version) is not int or version < 0:
-            return _error(400, 'expected {"path": "<folder>", "version": <policy version>}')
+        try:
+            source, version = from_body(body)
+        except ValueError as error:
+            return _error(400, str(error))
         async with self.state.lock:
             load = self._load_model if self.state.adapter is None else self._load_adapter
-            if (refusal := await load(request, path, version)) is not None:
+            if (refusal := await load(request, body)) is not None:
                 return refusal
             self.state.version = version
             # requests without a cache salt must not meet prefixes of the old weights; kept while requests hold them
             await _engine(request).reset_prefix_cache()
-        logger.info("serving policy version %d from %s", version, path)
+        logger.info("serving policy version %d from %s", version, describe(source, version))
         return JSONResponse({"version": version})
 
-    async def _load_model(self, request: Request, path: str, version: int) -> JSONResponse | None:
+    async def _load_model(self, request: Request, body: dict[str, Any]) -> JSONResponse | None:
+        path = body["path"]
         try:
-            ranks = await _engine(request).collective_rpc("primerl_update_weights", args=(path, version))
+            ranks = await _engine(request).collective_rpc("primerl_update_weights", args=(body,))
         except Exception as error:  # noqa: BLE001 (whatever a worker raised: its model is incomplete now)
             return self._fail(f"loading {path} failed half-way: {type(error).__name__}: {error}")
         if refused := [rank["error"] for rank in ranks if "error" in rank]:
@@ -155,10 +158,11 @@ class EngineRoutes:
             return _error(422, refused[0])
         return None
 
-    async def _load_adapter(self, request: Request, path: str, version: int) -> JSONResponse | None:
+    async def _load_adapter(self, request: Request, body: dict[str, Any]) -> JSONResponse | None:
         from primerl_hpc.inference import vllm_compat
 
         assert self.state.adapter is not None
+        path = body["path"]
         try:
             tensors = read_headers(Path(path))
             if self.state.adapter_tensors is not None:

@@ -24,8 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -33,6 +32,7 @@ import httpx
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints, request_restart
+from primerl_hpc.transport.weights import Source, to_body
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class UpdateReport:
     """Processes that serve ``version`` now."""
     failed: dict[str, str] = field(default_factory=dict)
     """Processes that could not be updated, with the reason; a restart of each was requested."""
+    is_refused: bool = False
+    """An engine looked at the weights and refused them."""
     seconds: float = 0.0
 
     @property
@@ -134,15 +136,15 @@ class Fleet:
         return {name: state and state["version"] for name, state in zip(members, states, strict=True)}
 
     # -- new weights -----------------------------------------------------------------------------------------------
-    async def update(self, path: Path | str, version: int) -> UpdateReport:
-        """Bring every member to ``version`` from the HF folder ``path``: pause → update → resume, engines in parallel.
+    async def update(self, source: Source, version: int) -> UpdateReport:
+        """Bring every member to ``version`` from ``source``, an HF folder or a chain: pause → update → resume, engines in parallel.
 
         Never raises for an engine's fault: those are in ``report.failed``. Requests in flight survive.
         """
         async with self._lock:
-            return await self._update(list(self.members().values()), path, version)
+            return await self._update(list(self.members().values()), source, version)
 
-    async def reconcile(self, path: Path | str, version: int) -> UpdateReport:
+    async def reconcile(self, source: Source, version: int) -> UpdateReport:
         """Bring those members to ``version`` that serve another one or were left paused; cheap when all is well.
 
         Call it while waiting for the next version: a restarted engine joins here.
@@ -156,18 +158,16 @@ class Fleet:
                     continue  # dead or starting: the supervisor's business; it comes back as a new member
                 is_current = state["version"] == version and not state["paused"]
                 (current if is_current else laggards).append(engine)
-            report = await self._update(laggards, path, version, is_folder_good=bool(current))
+            report = await self._update(laggards, source, version, is_folder_good=bool(current))
             updated = tuple(sorted([*report.updated, *(engine.process for engine in current)]))
-            return UpdateReport(version, updated, report.failed, report.seconds)
+            return replace(report, updated=updated)
 
     async def _update(
-        self, engines: list[Engine], path: Path | str, version: int, *, is_folder_good: bool = False
+        self, engines: list[Engine], source: Source, version: int, *, is_folder_good: bool = False
     ) -> UpdateReport:
         """``is_folder_good``: some engine serves it already, so one that refuses it is itself at fault."""
         start = time.monotonic()
-        faults = await asyncio.gather(
-            *(self._update_engine(engine, str(path), version) for engine in engines)
-        )
+        faults = await asyncio.gather(*(self._update_engine(engine, source, version) for engine in engines))
         outcomes = list(zip(engines, faults, strict=True))
         updated = tuple(engine.process for engine, fault in outcomes if fault is None)
         for engine, fault in outcomes:
@@ -175,9 +175,10 @@ class Fleet:
             if fault is not None and is_own_fault and self._is_same(engine):
                 self.request_restart(engine, str(fault))
         failed = {engine.process: str(fault) for engine, fault in outcomes if fault is not None}
-        return UpdateReport(version, updated, failed, time.monotonic() - start)
+        is_refused = any(isinstance(fault, FolderRefused) for fault in faults)
+        return UpdateReport(version, updated, failed, is_refused, time.monotonic() - start)
 
-    async def _update_engine(self, engine: Engine, path: str, version: int) -> EngineError | None:
+    async def _update_engine(self, engine: Engine, source: Source, version: int) -> EngineError | None:
         """None, or why the engine is not at ``version``."""
         fault = EngineError(f"{engine.process} was never asked")
         for attempt in range(self.attempts):
@@ -186,17 +187,17 @@ class Fleet:
             if not self._is_same(engine):
                 return EngineError(f"{engine.process} died during the update")
             try:
-                await self._pause_update_resume(engine, path, version)
+                await self._pause_update_resume(engine, source, version)
                 return None
             except EngineError as error:
                 fault = error
                 logger.warning("%s (attempt %d of %d)", fault, attempt + 1, self.attempts)
         return fault
 
-    async def _pause_update_resume(self, engine: Engine, path: str, version: int) -> None:
+    async def _pause_update_resume(self, engine: Engine, source: Source, version: int) -> None:
         try:
             await self._post(engine, "/pause", {"clear_cache": self.recompute_kv}, self.request_timeout_s)
-            body = {"path": path, "version": version}
+            body = to_body(source, version)
             answer = await self._post(engine, "/update_weights", body, self.update_timeout_s)
             if answer.get("version") != version:
                 raise EngineError(

@@ -37,6 +37,7 @@ from primerl_hpc.orchestrator.setup import (
     load_environments,
     make_concurrency,
     make_fleet,
+    make_reader,
     vocab_size_for_filters,
     wait_for_peers,
 )
@@ -44,7 +45,6 @@ from primerl_hpc.orchestrator.state import LoopState
 from primerl_hpc.orchestrator.watcher import WeightWatcher
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender
-from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Orchestrator:
         self.watcher = WeightWatcher(
             run,
             fleet,
-            FilesystemWeightReader(run),
+            make_reader(run, recipe),
             base_model=phase.model_path if recipe.lora is None else None,
             engines_timeout_s=recipe.timeouts.inference_ready_s,
             next_version=self.evaluator.next_due,

@@ -24,6 +24,9 @@ from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.rollout_schema import EvalEnvironment, Rollouts
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.transport.weights import WeightReader
+from primerl_hpc.transport.weights_delta import DeltaWeightReader
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
 
 ROUTER = process_name(Role.ROUTER, 0)
 POLL_S = 0.2
@@ -50,6 +53,12 @@ class ExternalAddress:
 
     def refresh(self) -> str:
         return self.url
+
+
+def make_reader(run: RunDir, recipe: Recipe) -> WeightReader:
+    """How policy versions come from the trainer: ``weights.transport``."""
+    readers = {"filesystem": FilesystemWeightReader, "delta": DeltaWeightReader}
+    return readers[recipe.weights.transport](run)
 
 
 def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:

@@ -14,13 +14,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
-from primerl_hpc.transport.weights import WeightReader
+from primerl_hpc.transport.weights import Source, WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +56,21 @@ class WeightWatcher:
         self.last_live = time.monotonic()
         self.update_seconds: list[float] = []
         self._leased_at = 0.0
-        self._path: Path | str = base_model or ""
+        self._source: Source = base_model or ""
 
     async def load(self, version: int) -> None:
         """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
         if self.base_model is None:
             await self._until_written(version)
-        path = await self._open(version)
-        report = await self.fleet.reconcile(path, version)
-        await self._until_served(path, version, report)
-        self._live(path, version)
+        source = await self._open(version)
+        report = await self.fleet.reconcile(source, version)
+        while report.is_refused and not report.updated and self.reader.ask_for_whole():
+            self.reader.give_up(version)
+            await self._until_written(version)
+            source = await self._open(version)
+            report = await self.fleet.reconcile(source, version)
+        await self._until_served(source, version, report)
+        self._live(source, version)
 
     async def watch(self) -> None:
         next_reconcile = time.monotonic() + RECONCILE_S
@@ -96,18 +100,37 @@ class WeightWatcher:
 
     async def _update(self, newest: int) -> None:
         version = self.next_version(self.version, newest)
-        if version != newest and not await asyncio.to_thread(self._is_stable, version):
+        if version != newest and not await asyncio.to_thread(self.reader.has, version):
             version = newest  # the one in between was not kept
         self.on_pending(version)
         start = time.monotonic()
-        path = await self._open(version)
-        report = await self.fleet.update(path, version)
-        await self._until_served(path, version, report)
+        source = await self._open(version)
+        report = await self.fleet.update(source, version)
+        while report.is_refused and not report.updated and self.reader.ask_for_whole():
+            version = await self._instead_of(version)
+            source = await self._open(version)
+            report = await self.fleet.update(source, version)
+        await self._until_served(source, version, report)
         self.update_seconds.append(time.monotonic() - start)
         logger.info("policy v%d is live (%.2f s)", version, self.update_seconds[-1])
-        self._live(path, version)
+        self._live(source, version)
 
-    async def _until_served(self, path: Path | str, version: int, report: UpdateReport) -> None:
+    async def _instead_of(self, version: int) -> int:
+        """No engine can follow the links to ``version``; the trainer writes its newest one whole meanwhile."""
+        logger.warning("policy v%d cannot be loaded: waiting for a whole version", version)
+        self.reader.close(version, self.holder)
+        self.reader.give_up(version)
+        deadline = time.monotonic() + self.engines_timeout_s
+        while ((newest := await asyncio.to_thread(self.reader.newest)) or 0) <= self.version:
+            if time.monotonic() >= deadline:
+                raise TimeoutWaitingError(
+                    f"policy version {version} is broken, and no whole one came within {self.engines_timeout_s:.0f} s",
+                    mend="see logs/latest/trainer.log",
+                )
+            await asyncio.sleep(POLL_S)
+        return newest
+
+    async def _until_served(self, source: Source, version: int, report: UpdateReport) -> None:
         """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`."""
         deadline = time.monotonic() + self.engines_timeout_s
         while not report.updated:
@@ -118,7 +141,9 @@ class WeightWatcher:
                     mend="see logs/latest/inference/*.log",
                 )
             await asyncio.sleep(POLL_S)
-            report = await self.fleet.reconcile(path, version)
+            report = await self.fleet.reconcile(source, version)
+        if report.is_refused:
+            self.reader.ask_for_whole()  # for those that are left behind
         for process, fault in report.failed.items():
             logger.warning(
                 "%s is left behind at policy v%d and will be restarted: %s", process, version, fault
@@ -127,20 +152,22 @@ class WeightWatcher:
     async def _reconcile(self) -> None:
         """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""
         if time.monotonic() - self._leased_at > LEASE_REFRESH_S:
-            self._path = await self._open(self.version)
-        await self.fleet.reconcile(self._path, self.version)
+            self._source = await self._open(self.version)
+        report = await self.fleet.reconcile(self._source, self.version)
+        if report.is_refused and self.reader.ask_for_whole():
+            self._leased_at = 0.0  # look again: it may be there whole by then
 
-    async def _open(self, version: int) -> Path | str:
-        """The folder of a version, leased; the base model is what nobody deletes."""
+    async def _open(self, version: int) -> Source:
+        """Where a version comes from, leased; the base model is what nobody deletes."""
         self._leased_at = time.monotonic()
         if version == 0 and self.base_model is not None:
             return self.base_model
         return await asyncio.to_thread(self.reader.open, version, self.holder)
 
     async def _until_written(self, version: int) -> None:
-        """The trainer of adapters starts beside us, and writes v0 of them."""
+        """The trainer starts beside us, and writes v0 of adapters, and what a resumed run begins with, if it is not there whole."""
         deadline = time.monotonic() + self.engines_timeout_s
-        while not await asyncio.to_thread(self._is_stable, version):
+        while not await asyncio.to_thread(self.reader.has, version):
             if time.monotonic() >= deadline:
                 raise TimeoutWaitingError(
                     f"waited {self.engines_timeout_s:.0f} s for the trainer to write policy version {version}",
@@ -148,13 +175,10 @@ class WeightWatcher:
                 )
             await asyncio.sleep(POLL_S)
 
-    def _live(self, path: Path | str, version: int) -> None:
-        previous, self.version, self._path = self.version, version, path
+    def _live(self, source: Source, version: int) -> None:
+        previous, self.version, self._source = self.version, version, source
         self.last_live = time.monotonic()
         write_json(self.run.live_version, {"version": version})
         if previous >= 0 and previous != version:
             self.reader.close(previous, self.holder)
         self.on_live(version)
-
-    def _is_stable(self, version: int) -> bool:
-        return version in self.run.stable_weights()

@@ -242,6 +242,10 @@ class Recipe(Block):
             raise ValueError(
                 f"lora.rank {self.lora.rank} is above {MAX_SERVED_RANK}, the most that vLLM serves"
             )
+        if self.weights.transport != "filesystem":
+            raise ValueError(
+                f"weights.transport {self.weights.transport} is for whole models: with lora, versions are adapters and as small already"
+            )
         if self.name == self.model.name:
             raise ValueError(
                 f"name must differ from model.name with lora: engines serve the adapter as {self.name}"

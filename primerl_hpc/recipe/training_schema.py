@@ -242,8 +242,10 @@ class Warmup(Block):
 
 
 class Weights(Block):
-    transport: Literal["filesystem"] = "filesystem"
-    """How a new policy reaches the engines."""
+    transport: Literal["filesystem", "delta"] = "filesystem"
+    """How a new policy reaches the engines: filesystem, every version as a model folder; delta, as what changed since the one before, of which every engine keeps a copy in its node's temporary folder (kind rl without lora, which writes adapters alone)."""
+    full_interval: PositiveInt = 10
+    """With transport delta: versions at multiples of this are model folders too, as are the first, the last and those of checkpoints."""
     keep_last: PositiveInt = 2
     """Policy versions kept on disk; versions of kept checkpoints and the last one stay as well."""
     interval: PositiveInt | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from primerl_hpc.common import env
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
@@ -25,7 +26,9 @@ def serve_engine(role: RoleProcess, phase: PhasePlan, *, is_frozen: bool = False
     """Until SIGTERM. ``phase``: whose model it is."""
     from primerl_hpc.inference.server import run_engine
 
-    with scratch_folder(role.run, role.process, SOCKETS) as folder:
+    mirror = scratch_folder(role.run, f"{role.process}-mirror")
+    with scratch_folder(role.run, role.process, SOCKETS) as folder, mirror as copies:
+        env.set_mirror(copies)
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets between the engine's processes
         run_engine(role.run, role.plan, phase, role.process, is_frozen=is_frozen)
 

@@ -169,7 +169,8 @@ class Supervisor:
             run.latest_logs.unlink()
         run.latest_logs.symlink_to(logs.name)
         run.failure.unlink(missing_ok=True)
-        for left in (run.stop_request, run.checkpoint_request, run.live_version):
+        requests = (run.stop_request, run.checkpoint_request, run.full_weights_request)
+        for left in (*requests, run.live_version):
             left.unlink(missing_ok=True)  # of an earlier life
         for stale in ("endpoints", "errors", "outcomes", "restart_requests"):
             shutil.rmtree(run.control / stale, ignore_errors=True)

@@ -29,6 +29,7 @@ from primerl_hpc.trainer.core import Core, StepResult, build_core
 from primerl_hpc.trainer.load import has_weights
 from primerl_hpc.trainer.main import main
 from primerl_hpc.trainer.perf import peak_flops, peak_memory
+from primerl_hpc.trainer.publish import make_publisher
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World
 from primerl_hpc.trainer.sft_data import SFTStream
@@ -62,7 +63,7 @@ def bench(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tu
             stream = SFTStream(rows, recipe.sft, seq_len=recipe.seq_len, seed=recipe.seed)
             ended = sft.train_steps(run, core, stream, None, saver, 0)
         else:
-            ended = rl.train_steps(run, core, saver, 0)
+            ended = rl.train_steps(run, core, make_publisher(run, core), saver, 0)
     memories: list = [None] * world.size
     dist.all_gather_object(memories, peak_memory(world.device))
     if world.is_leader:

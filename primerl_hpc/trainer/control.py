@@ -21,6 +21,7 @@ class Next(IntEnum):
     WAIT = 0
     BATCH = 1
     STOP = 2
+    WHOLE_WEIGHTS = 3
 
 
 class Requests(IntEnum):
@@ -30,7 +31,7 @@ class Requests(IntEnum):
 
 
 def wait_for_batch(run: RunDir, receiver: FilesystemReceiver, step: int, world: World) -> Next:
-    """BATCH when batch ``step`` is there, STOP when a stop is asked for first. Collective, no time limit."""
+    """BATCH when batch ``step`` is there, or what is asked for first. Collective, no time limit."""
     while True:
         found = from_leader(_look(run, receiver, step) if world.is_leader else Next.WAIT)
         if found != Next.WAIT:
@@ -44,6 +45,8 @@ def _look(run: RunDir, receiver: FilesystemReceiver, step: int) -> Next:
             return Next.STOP
         if receiver.is_ready(step):
             return Next.BATCH
+        if is_there(run.full_weights_request):
+            return Next.WHOLE_WEIGHTS
         time.sleep(poll_s)
         poll_s = min(poll_s * 1.5, MAX_POLL_S)
     return Next.WAIT
@@ -64,6 +67,14 @@ def grant_checkpoint(run: RunDir, world: World) -> None:
     """The asked-for checkpoint is saved: take the request away."""
     if world.is_leader:
         run.checkpoint_request.unlink(missing_ok=True)
+
+
+def is_whole_version_asked(run: RunDir, world: World) -> bool:
+    """Whether an engine needs a whole version; the wish is taken back. Collective."""
+    is_asked = world.is_leader and is_there(run.full_weights_request)
+    if is_asked:
+        run.full_weights_request.unlink(missing_ok=True)
+    return from_leader(is_asked)
 
 
 # -- how it ended: torchrun's own exit code says only 0 or 1 -----------------------------------------------------------

@@ -8,6 +8,7 @@ engines expect. A policy of adapters is a folder in PEFT's format, which the lea
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from primerl_hpc.transport.weights_filesystem import (
 )
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+METADATA = {"format": "pt"}  # what every shard's header says besides its tensors
 WRITERS = 3
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -75,19 +77,32 @@ def export_weights(
     if world.is_leader:
         writer.begin()
     dist.barrier()
-    groups = _by_layer(policy)
     written: list[Future[Shard]] = []
     with ThreadPoolExecutor(WRITERS, "weights") as pool:
-        for number, group in enumerate(groups, start=1):
-            is_mine = (number - 1) % world.size == world.rank
-            gathered = {name: _gather(value, world, DTYPES[dtype], is_kept=is_mine) for name, value in group}
-            if not is_mine:
-                continue
+        for number, num_shards, gathered in gather_shards(policy, world, DTYPES[dtype]):
             if len(written) >= WRITERS:
                 written[-WRITERS].result()
-            path = writer.shard_path(number, of=len(groups))
+            path = writer.shard_path(number, of=num_shards)
             written.append(pool.submit(_write_shard, path, gathered, policy.hf, DTYPES[dtype]))
-    shards = [each.result() for each in written]
+    commit_shards(writer, [each.result() for each in written], model_folder, dtype, world)
+
+
+def gather_shards(
+    policy: Policy, world: World, dtype: torch.dtype
+) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+    """(number from 1, number of all, tensors on the host) of the shards that this rank keeps. Collective, to its end."""
+    groups = _by_layer(policy)
+    for number, group in enumerate(groups, start=1):
+        is_mine = (number - 1) % world.size == world.rank
+        gathered = {name: _gather(value, world, dtype, is_kept=is_mine) for name, value in group}
+        if is_mine:
+            yield number, len(groups), gathered
+
+
+def commit_shards(
+    writer: WeightWriter, shards: list[Shard], model_folder: Path, dtype: str, world: World
+) -> None:
+    """Make a version of what all ranks wrote. Collective; ``shards``: this rank's."""
     mine = (
         {name: shard.entry["name"] for shard in shards for name in shard.names},
         [shard.entry for shard in shards],
@@ -120,12 +135,16 @@ def _gather(value: Tensor, world: World, dtype: torch.dtype, *, is_kept: bool) -
 @torch.no_grad()
 def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Shard:
     tensors = revert_weight_conversion(hf, whole)
-    crc32 = write_safetensors(path, tensors, {"format": "pt"}, dtype=dtype, with_crc32=True)
-    num_bytes = sum(
+    crc32 = write_safetensors(path, tensors, METADATA, dtype=dtype, with_crc32=True)
+    return Shard(WeightWriter.entry(path, crc32), list(tensors), data_bytes(tensors, dtype))
+
+
+def data_bytes(tensors: dict[str, Tensor], dtype: torch.dtype) -> int:
+    """Of a shard without its header."""
+    return sum(
         value.numel() * (dtype if value.is_floating_point() else value.dtype).itemsize
         for value in tensors.values()
     )
-    return Shard(WeightWriter.entry(path, crc32), list(tensors), num_bytes)
 
 
 def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:

@@ -1,6 +1,6 @@
 """The RL loop: batch n in, policy version n out.
 
-Step n waits for ``rollouts/step_n``, trains on it, writes ``weights/step_n`` (the last one too), and saves a checkpoint
+Step n waits for ``rollouts/step_n``, trains on it, publishes policy version n (the last one too), and saves a checkpoint
 when one is due, asked for, or the run is to stop. A checkpoint's other side is the orchestrator's; see `RunDir`.
 """
 
@@ -13,20 +13,28 @@ from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.metrics import MetricsWriter
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.checkpoint import (
     is_due,
     load_checkpoint,
     present_checkpoints,
     prune_checkpoints,
 )
-from primerl_hpc.trainer.control import Next, Requests, grant_checkpoint, read_requests, wait_for_batch
+from primerl_hpc.trainer.control import (
+    Next,
+    Requests,
+    grant_checkpoint,
+    is_whole_version_asked,
+    read_requests,
+    wait_for_batch,
+)
 from primerl_hpc.trainer.core import Core, StepResult, build_core
-from primerl_hpc.trainer.export import publish_policy
+from primerl_hpc.trainer.publish import Publisher, make_publisher
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts_filesystem import LAG_S, FilesystemReceiver
-from primerl_hpc.transport.weights_filesystem import prune_weights
+from primerl_hpc.transport.weights_delta import prune_chains
 
 SIDES = ("trainer", "orchestrator")
 
@@ -37,14 +45,15 @@ def train_rl(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) ->
     """Train to ``max_steps``. Returns (``done`` or ``stopped``, last finished step)."""
     recipe = phase.recipe
     core = build_core(recipe, phase.model_path, world, watchdog)
-    start = resume(run, core)
+    publisher = make_publisher(run, core)
+    start = resume(run, core, publisher)
     with Saver(run, core, SIDES) as saver:
-        outcome = train_steps(run, core, saver, start)
+        outcome = train_steps(run, core, publisher, saver, start)
         watchdog.beat("the last save")
     return outcome
 
 
-def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str, int]:
+def train_steps(run: RunDir, core: Core, publisher: Publisher, saver: Saver, start: int) -> tuple[str, int]:
     recipe, world, watchdog = core.recipe, core.world, core.watchdog
     saved = start
     receiver = FilesystemReceiver(run, world_size=world.data_size)
@@ -52,7 +61,13 @@ def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str,
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
         watchdog.rest()
-        if wait_for_batch(run, receiver, step, world) == Next.STOP:
+        while (found := wait_for_batch(run, receiver, step, world)) == Next.WHOLE_WEIGHTS:
+            watchdog.beat(f"step {step - 1}, writing its weights again")
+            is_asked = is_whole_version_asked(run, world)
+            if is_asked and step > 1 and not is_whole_there(run, step - 1, world):
+                publisher.publish(step - 1, is_whole=True)
+            watchdog.rest()
+        if found == Next.STOP:
             watchdog.beat(f"step {step - 1}, saving")
             if saved != step - 1:
                 saver.save(step - 1, in_background=False)
@@ -62,9 +77,11 @@ def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str,
         result, load_s = train_batch(core, receiver, step)
         timings = {"time/wait_for_batch": waited_s, "time/load_data": load_s}
         watchdog.beat(f"step {step}, writing its weights")
-        timings["time/broadcast_weights"] = timed(publish_policy, run, core, step)
         request = read_requests(run, world)
-        if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
+        is_saved = request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps)
+        is_whole = is_whole_version_asked(run, world) or is_saved or is_whole_version(recipe, step)
+        timings["time/broadcast_weights"] = timed(publisher.publish, step, is_whole=is_whole)
+        if is_saved:
             watchdog.beat(f"step {step}, saving")
             timings["time/save_ckpt"] = timed(saver.save, step, in_background=request == Requests.NONE)
             saved = step
@@ -80,7 +97,13 @@ def train_steps(run: RunDir, core: Core, saver: Saver, start: int) -> tuple[str,
     return "done", recipe.steps
 
 
-def resume(run: RunDir, core: Core) -> int:
+def is_whole_version(recipe: Recipe, step: int) -> bool:
+    weights = recipe.weights
+    is_kept = weights.interval is not None and step % weights.interval == 0
+    return is_kept or step % weights.full_interval == 0 or step == recipe.steps
+
+
+def resume(run: RunDir, core: Core, publisher: Publisher) -> int:
     """Load the newest complete checkpoint, if any; its policy version is written again if it is gone.
 
     With adapters v0 is a policy version to write as well: the engines know the policy by the adapter's name only.
@@ -92,9 +115,14 @@ def resume(run: RunDir, core: Core) -> int:
     elif core.recipe.lora is None:
         return 0
     step = step or 0
-    if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
-        publish_policy(run, core, step)
+    if not is_whole_there(run, step, core.world):
+        publisher.publish(step, is_whole=True)
     return step
+
+
+def is_whole_there(run: RunDir, version: int, world: World) -> bool:
+    """Collective. One that is there is never written again: somebody may read it."""
+    return from_leader((run.weights_step(version) / STABLE).exists() if world.is_leader else None)
 
 
 def train_batch(core: Core, receiver: FilesystemReceiver, step: int) -> tuple[StepResult, float]:
@@ -113,7 +141,7 @@ def clean_up(run: RunDir, core: Core, receiver: FilesystemReceiver, step: int) -
     prune_checkpoints(run, core.recipe.checkpoint)
     weights = core.recipe.weights
     kept = {step for step in run.stable_weights() if weights.interval and step % weights.interval == 0}
-    prune_weights(run, keep_last=weights.keep_last, keep=present_checkpoints(run) | kept)
+    prune_chains(run, keep_last=weights.keep_last, keep=present_checkpoints(run) | kept)
 
 
 def report(step: int, max_steps: int, result: StepResult, step_s: float) -> None:

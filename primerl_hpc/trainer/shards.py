@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 DTYPE_NAMES = {
@@ -39,6 +41,39 @@ def write_safetensors(
 
     Returns its CRC-32, or 0 without ``with_crc32``.
     """
+    text, _ = _header(tensors, metadata, dtype)
+    crc32 = zlib.crc32(text) if with_crc32 else 0
+    with path.open("wb") as file:
+        file.write(text)
+        for value in tensors.values():
+            for data in _pieces(value, _dtype_of(value, dtype)):
+                file.write(data)
+                if with_crc32:
+                    crc32 = zlib.crc32(data, crc32)
+        file.flush()
+        os.fsync(file.fileno())
+    return crc32
+
+
+def safetensors_image(
+    tensors: dict[str, Tensor], metadata: dict[str, str], *, dtype: torch.dtype
+) -> NDArray[np.uint8]:
+    """The bytes of the file that `write_safetensors` would write."""
+    text, data_bytes = _header(tensors, metadata, dtype)
+    image = np.empty(len(text) + data_bytes, np.uint8)
+    image[: len(text)] = np.frombuffer(text, np.uint8)
+    position = len(text)
+    for value in tensors.values():
+        for data in _pieces(value, _dtype_of(value, dtype)):
+            image[position : position + len(data)] = data
+            position += len(data)
+    return image
+
+
+def _header(
+    tensors: dict[str, Tensor], metadata: dict[str, str], dtype: torch.dtype | None
+) -> tuple[bytes, int]:
+    """The file up to its data, and how many bytes of data follow."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, value in tensors.items():
@@ -52,18 +87,7 @@ def write_safetensors(
         position += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    crc32 = zlib.crc32(text) if with_crc32 else 0
-    with path.open("wb") as file:
-        file.write(text)
-        for value in tensors.values():
-            for data in _pieces(value, _dtype_of(value, dtype)):
-                file.write(data)
-                if with_crc32:
-                    crc32 = zlib.crc32(data, crc32)
-        file.flush()
-        os.fsync(file.fileno())
-    return crc32
+    return len(text).to_bytes(8, "little") + text, position
 
 
 def _dtype_of(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,5 +1,6 @@
 """What crosses between roles: packed rollouts (orchestrator → trainer) and weights (trainer → engines).
 
-Reading order: rollouts (the data and its protocol) → rollouts_filesystem → weights → weights_filesystem.
+Reading order: rollouts (the data and its protocol) → rollouts_filesystem → weights → weights_filesystem →
+delta_codec → weights_delta.
 Only NumPy and safetensors: no torch here, because the orchestrator has none.
 """

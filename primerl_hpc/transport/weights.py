@@ -1,24 +1,90 @@
-"""Weights as they cross from the trainer to the engines: one folder per policy version.
+"""Weights as they cross from the trainer to the engines: policy versions, and how an engine comes to one.
 
 ``weights/step_N/`` is an HF model folder (safetensors shards, index, config, tokenizer) plus ``manifest.json``
-(every file's size and CRC-32) and, written last, ``STABLE``.
+(every file's size and CRC-32) and, written last, ``STABLE``. With deltas only some versions are such a folder, and
+``deltas/step_N/`` links N to the version before it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A version as a whole folder of an earlier one and the links after it.
+
+    An engine applies what is newer than the version it has; only one that has none reads the folder.
+    """
+
+    path: str
+    base: int
+    """Version that ``path`` holds."""
+    links: tuple[tuple[int, str], ...] = ()
+    """(version, folder), ascending without a gap; the first ones may be older than ``base``."""
+
+
+Source = Path | str | Chain
+"""Where a version comes from: a folder, the id of a model that lies in the hub's cache, or a chain."""
+
+
+def to_body(source: Source, version: int) -> dict[str, Any]:
+    """What an engine is told (``POST /update_weights``)."""
+    if isinstance(source, Chain):
+        links = [list(link) for link in source.links]
+        return {"path": source.path, "version": version, "base": source.base, "links": links}
+    return {"path": str(source), "version": version}
+
+
+def from_body(body: dict[str, Any]) -> tuple[Source, int]:
+    """The inverse. Raises ValueError when it is nothing that `to_body` makes."""
+    path, version = body.get("path"), body.get("version")
+    if not isinstance(path, str) or not _is_version(version):
+        raise ValueError('expected {"path": "<folder>", "version": <policy version>}')
+    if "base" not in body:
+        return path, version
+    base, links = body["base"], body.get("links")
+    if not _is_version(base) or not isinstance(links, list):
+        raise ValueError('expected {…, "base": <version of path>, "links": [[<version>, "<folder>"], …]}')
+    for link in links:
+        if not (
+            isinstance(link, list) and len(link) == 2 and _is_version(link[0]) and isinstance(link[1], str)
+        ):
+            raise ValueError(f'expected [<version>, "<folder>"], not {link!r}')
+    return Chain(path, base, tuple((version, folder) for version, folder in links)), version
+
+
+def describe(source: Source, version: int) -> str:
+    """For a line of a log."""
+    if not isinstance(source, Chain):
+        return str(source)
+    return dict(source.links).get(version, source.path)
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 class WeightReader(Protocol):
     def newest(self) -> int | None:
-        """Highest policy version that is stable; None before the first."""
+        """Highest policy version that can be opened; None before the first."""
 
-    def open(self, version: int, reader: str) -> Path:
-        """The folder of a version, checked against its manifest's sizes and held by a lease until `close`.
+    def has(self, version: int) -> bool:
+        """Whether this version can be opened."""
+
+    def open(self, version: int, reader: str) -> Source:
+        """Where a version comes from, checked against its manifests' sizes and held by leases until `close`.
 
         Raises DataError naming file, expected and found size.
         """
 
     def close(self, version: int, reader: str) -> None:
-        """Give the lease back."""
+        """Give the leases back."""
+
+    def ask_for_whole(self) -> bool:
+        """An engine could not follow the links. Whether the trainer will write a whole version, its newest, for this."""
+
+    def give_up(self, version: int) -> None:
+        """No engine could load this version, as it is now: it counts as one that cannot be opened."""

@@ -48,8 +48,11 @@ class WeightWriter:
 
     def begin(self) -> None:
         """Make the temporary folder, empty, whatever an earlier life left there."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.discard()
         self.temporary.mkdir(parents=True)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def shard_path(self, number: int, *, of: int) -> Path:
         """Path of shard ``number`` (1-based)."""
@@ -142,8 +145,17 @@ class FilesystemWeightReader:
     def newest(self) -> int | None:
         return max(self.versions(), default=None)
 
-    def open(self, version: int, reader: str) -> Path:
-        """See `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
+    def has(self, version: int) -> bool:
+        return version in self.versions()
+
+    def ask_for_whole(self) -> bool:
+        return False  # they all are
+
+    def give_up(self, version: int) -> None:
+        raise NotImplementedError  # nothing better will come
+
+    def open(self, version: int, reader: str) -> Any:
+        """Its folder, see `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
         folder = self.weights / f"step_{version}"
         if not is_there(folder / STABLE):
             raise DataError(f"policy version {version} has no {STABLE}", place=str(folder))

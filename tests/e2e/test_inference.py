@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
-from primerl_hpc.common.rundir import STABLE, ensure_api_key
+from primerl_hpc.common.rundir import RunDir, ensure_api_key
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.roles.scratch import scratch_path
+from primerl_hpc.transport.delta_codec import encode
+from primerl_hpc.transport.weights import Source
+from primerl_hpc.transport.weights_delta import DeltaWeightReader, LinkWriter
+from primerl_hpc.transport.weights_filesystem import WeightWriter
 from tests.e2e.serving import Serving, hf_logprobs, save_variant
 
 pytestmark = pytest.mark.e2e
@@ -41,8 +47,8 @@ async def with_fleet(serving: Serving, action):
         await fleet.close()
 
 
-def update(serving: Serving, path: Path, version: int):
-    return asyncio.run(with_fleet(serving, lambda fleet: fleet.update(path, version)))
+def update(serving: Serving, source: Source, version: int):
+    return asyncio.run(with_fleet(serving, lambda fleet: fleet.update(source, version)))
 
 
 def is_of(model: Path, generated: dict) -> bool:
@@ -182,23 +188,58 @@ def spoil(file: Path, damage: str) -> None:
     save_file(tensors, file)
 
 
-def test_a_killed_engine_comes_back_at_its_url_with_the_newest_version_and_removes_what_it_left(
+def test_a_killed_engine_comes_back_at_its_url_with_the_newest_version_and_follows_links_from_there(
     serving: Serving, variant: Path, base: None
 ) -> None:
-    url = serving.url("inference-0")
-    shutil.copytree(variant, serving.run.weights_step(3))
-    (serving.run.weights_step(3) / STABLE).touch()
-    sockets = scratch_path(serving.run, "inference-0")
+    url, run = serving.url("inference-0"), serving.run
+    write_whole(run, 3, variant)
+    sockets = scratch_path(run, "inference-0")
     left = {path.name for path in sockets.iterdir()}
     serving.kill("inference-0")
     serving.start("inference-0")
     assert serving.url("inference-0") == url
     assert left and not left & {path.name for path in sockets.iterdir()}
     assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 3}
-    assert not serving.run.has_lease(serving.run.weights_step(3))
+    assert not run.has_lease(run.weights_step(3))
     serving.wait_for_router()
     assert is_of(variant, serving.generate(PROMPT))
-    report = asyncio.run(with_fleet(serving, lambda fleet: fleet.reconcile(serving.model, 2)))
+
+    write_link(run, 4, variant, serving.model)
+    reader = DeltaWeightReader(run)
+    chain = reader.open(4, "test")
+    report = asyncio.run(with_fleet(serving, lambda fleet: fleet.reconcile(chain, 4)))
     assert report.updated == ("inference-0",)
     assert is_of(serving.model, serving.generate(PROMPT))
-    shutil.rmtree(serving.run.weights)
+
+    (delta,) = write_link(run, 5, serving.model, variant).glob("*.delta")
+    delta.write_bytes(delta.read_bytes()[:-9])
+    report = update(serving, reader.open(5, "test"), 5)
+    assert report.is_refused and not report.updated and str(delta) in report.failed["inference-0"]
+    assert asyncio.run(with_fleet(serving, Fleet.versions)) == {"inference-0": 4}
+    assert is_of(serving.model, serving.generate(PROMPT))
+    for folder in (run.weights, run.deltas):
+        shutil.rmtree(folder)
+
+
+def model_file(model: Path) -> bytes:
+    """The model's weights as a file that depends on nothing but their values."""
+    from safetensors.numpy import load_file, save
+
+    return save(dict(sorted(load_file(model / "model.safetensors").items())))
+
+
+def write_whole(run: RunDir, version: int, model: Path) -> None:
+    writer = WeightWriter(run, version)
+    writer.begin()
+    entries = writer.copy_model_files(model, dtype="float32")
+    path = writer.shard_path(1, of=1)
+    path.write_bytes(model_file(model))
+    writer.commit([*entries, writer.finish_file(path)])
+
+
+def write_link(run: RunDir, version: int, before: Path, after: Path) -> Path:
+    old, new = (np.frombuffer(model_file(model), np.uint8) for model in (before, after))
+    link, name = LinkWriter(run, version), "model-00001-of-00001.safetensors"
+    link.begin()
+    entry = link.write(name, encode(old, new, word_bytes=4))
+    return link.commit([entry], [{"name": name, "size_bytes": len(new), "crc32": zlib.crc32(new)}])

@@ -14,8 +14,10 @@ import pytest
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
-from tests.e2e.runs import SFT_RECIPE, START_S, TINY, command, events, wait_for_end
+from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.inference.mirror import Mirror
+from primerl_hpc.transport.weights import Chain
+from tests.e2e.runs import SFT_RECIPE, START_S, TINY, command, events, versions_served, wait_for_end
 from tests.support import wait_for
 
 pytestmark = pytest.mark.e2e
@@ -54,16 +56,35 @@ def assert_it_learnt(run: RunDir, loss: str) -> None:
         assert {name for name in ("ce", "ref_kl") if f"loss/{name}" in row} == {loss}, row
 
 
-def test_opd_learns_from_an_engine_that_the_run_starts_for_its_teacher(
-    start: Callable[..., RunDir], better_model: Path, work: Path
+def test_opd_learns_from_an_engine_that_the_run_starts_for_its_teacher_and_its_engine_follows_deltas(
+    start: Callable[..., RunDir], better_model: Path, work: Path, tmp_path: Path
 ) -> None:
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
-    run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}")
+    weights = "weights={transport: delta, full_interval: 4, keep_last: 20}"
+    run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}", weights)
+    wait_for(lambda: 1 in versions_served(run), "policy 1 at the engine", START_S)
+    run.full_weights_request.touch()
     assert_it_learnt(run, "ref_kl")
+    assert_links_lead_to_the_whole_versions(run, tmp_path)
     assert "teacher-0" in {row["process"] for row in events(run, "role_ready")}
     assert read_json(run.state)["processes"]["teacher-0"]["log"] == "teacher/0.log"
     said = command("logs", run.root.name, "teacher", "--lines", "2000", cwd=work).stdout
     assert f"serving {better_model}" in said and "serving policy version" not in said
+
+
+def assert_links_lead_to_the_whole_versions(run: RunDir, node: Path) -> None:
+    """An engine that knows only the first version comes by links alone to the bytes of the last, as the run's engine did."""
+    whole = run.stable_weights()
+    assert {1, 4, 8, STEPS} <= set(whole) < set(range(1, STEPS + 1))
+    assert run.list_steps(run.deltas, STABLE) == list(range(2, STEPS + 1))
+    assert not run.full_weights_request.exists()
+    links = tuple((version, str(run.delta_step(version))) for version in range(2, STEPS + 1))
+    folder = Mirror(node).bring_to(Chain(str(run.weights_step(1)), 1, links), STEPS)
+    for shard in folder.glob("*.safetensors"):
+        assert shard.read_bytes() == (run.weights_step(STEPS) / shard.name).read_bytes(), shard.name
+    assert versions_served(run)[-1] == STEPS
+    log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")
+    assert f"from {run.delta_step(STEPS)}" in log and "copied anew" not in log
 
 
 @dataclass

@@ -40,8 +40,8 @@ class PlayedEngine:
     async def reset_prefix_cache(self) -> bool:
         return True
 
-    async def collective_rpc(self, method: str, args: tuple[str, int]) -> list[dict[str, Any]]:
-        path, version = args
+    async def collective_rpc(self, method: str, args: tuple[dict[str, Any]]) -> list[dict[str, Any]]:
+        path, version = args[0]["path"], args[0]["version"]
         self.calls.append((method, path, version))
         fault = self.bad.get(path)
         if isinstance(fault, Exception):
@@ -243,7 +243,18 @@ def test_every_route_but_health_and_metrics_needs_the_key(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"path": 1}', b'{"path": "/w", "version": -1}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"path": 1}',
+        b'{"path": "/w", "version": -1}',
+        b'{"path": "/w", "version": 3, "base": 1}',
+        b'{"path": "/w", "version": 3, "base": 1, "links": [[2]]}',
+    ],
+)
 def test_a_malformed_update_is_refused(tmp_path: Path, body: bytes) -> None:
     async def check() -> None:
         async with serving(tmp_path, "inference-0") as (_, _fleet, engines), httpx.AsyncClient() as client:

@@ -118,6 +118,8 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
         (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),
         (MINIMAL + "lora: {target_modules: []}\n", ["lora.target_modules"]),
+        (MINIMAL + "lora: {}\nweights: {transport: delta}\n", ["weights.transport delta", "adapters"]),
+        (MINIMAL + "weights: {transport: deltas}\n", ["weights.transport", "delta"]),
         (MINIMAL + "lora: {dropout: 0.1}\n", ["lora.dropout belongs to kind sft"]),
         ("kind: inference\nname: a\nmodel: {name: m}\nlora: {}\n", ["lora belongs to kinds rl and sft"]),
         (

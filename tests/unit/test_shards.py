@@ -12,7 +12,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.files import crc32_of_file  # noqa: E402
-from primerl_hpc.trainer.shards import DTYPE_NAMES, PIECE_ELEMENTS, write_safetensors  # noqa: E402
+from primerl_hpc.trainer.shards import DTYPE_NAMES, PIECE_ELEMENTS, safetensors_image, write_safetensors  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
@@ -41,3 +41,4 @@ def test_floating_point_is_converted_piece_by_piece_and_nothing_else(tmp_path: P
     assert torch.equal(found["large"], large.bfloat16())
     assert torch.equal(found["transposed"], tensors["transposed"].bfloat16())
     assert found["count"].item() == 2**40
+    assert safetensors_image(tensors, {}, dtype=torch.bfloat16).tobytes() == path.read_bytes()

@@ -1,0 +1,82 @@
+"""The watcher of policy versions: what it does when engines cannot load one. Real routes and fleet, played vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.orchestrator.watcher import WeightWatcher
+from primerl_hpc.transport.weights_delta import DeltaWeightReader
+from tests.unit.test_fleet import serving
+from tests.unit.test_weights_delta import write_link, write_whole
+
+
+def watch(run: RunDir, fleet: Fleet, live: list[int]) -> WeightWatcher:
+    return WeightWatcher(
+        run,
+        fleet,
+        DeltaWeightReader(run),
+        base_model="/base",
+        engines_timeout_s=60,
+        next_version=lambda _, newest: newest,
+        on_pending=lambda version: None,
+        on_live=live.append,
+    )
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_broken_link_is_answered_by_a_whole_version_and_until_then_the_old_policy_serves(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1") as (run, fleet, engines):
+            live: list[int] = []
+            watcher = watch(run, fleet, live)
+            await watcher.load(0)
+            task = asyncio.create_task(watcher.watch())
+            write_whole(run, 1)
+            await until(lambda: live == [0, 1])
+            for engine in engines:
+                engine.engine.bad[str(run.weights_step(1))] = "refuse"
+            write_link(run, 2)
+            await until(run.full_weights_request.exists)
+            assert live == [0, 1] and set((await fleet.versions()).values()) == {1}
+            assert not any(run.restart_request(engine.process).exists() for engine in engines)
+            write_link(run, 3)  # of what nobody has: no way there
+            write_whole(run, 4)
+            await until(lambda: live[-1] == 4)
+            assert live == [0, 1, 4] and set((await fleet.versions()).values()) == {4}
+            assert run.has_lease(run.weights_step(4)) and not run.has_lease(run.weights_step(1))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_a_late_engine_that_cannot_follow_the_links_is_brought_by_the_same_version_written_whole(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (run, fleet, engines):
+            write_whole(run, 1)
+            write_link(run, 2)
+            live: list[int] = []
+            watcher = watch(run, fleet, live)
+            await watcher.load(2)
+            task = asyncio.create_task(watcher.hold())
+            engines[0].state.version = 1  # a restarted one
+            engines[0].engine.bad[str(run.weights_step(1))] = "refuse"
+            await until(run.full_weights_request.exists)
+            write_whole(run, 2)
+            await until(lambda: engines[0].state.version == 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
