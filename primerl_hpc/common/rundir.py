@@ -131,6 +131,16 @@ class RunDir:
         return self.control / "full_weights"
 
     @property
+    def announcement(self) -> Path:
+        """What the trainer can send to a group; see `transport.weights_broadcast`."""
+        return self.control / "broadcast" / "announcement.json"
+
+    @property
+    def broadcast_group(self) -> Path:
+        """Who will receive it; written by the orchestrator."""
+        return self.announcement.with_name("group.json")
+
+    @property
     def api_key(self) -> Path:
         return self.control / "api_key"
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 from primerl_hpc.inference.mirror import Mirror
-from primerl_hpc.transport.weights import Chain, from_body
+from primerl_hpc.transport.weights import Chain, Seats, from_body
 
 
 class WeightUpdate:
     """Methods and attributes carry our prefix: vLLM refuses an extension that shadows a worker's own."""
 
     def primerl_update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Load HF weights in place: of a folder, of a hub id that lies in the cache, or of a chain's last link.
+        """Load HF weights in place: of a folder, of a hub id that lies in the cache, of a chain, or from the trainer.
 
         Returns ``{"rank", "version"}``; ``{"rank", "error"}`` when they were refused and the old weights still
         serve. Raises when the load itself fails: the model is then incomplete and the engine must end.
@@ -32,6 +32,8 @@ class WeightUpdate:
 
         rank = int(getattr(self, "rank", 0))
         source, version = from_body(body)
+        if isinstance(source, Seats):
+            return self._primerl_receive(source, version)
         config = vllm_compat.model_config(self)
         is_tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
         try:
@@ -48,6 +50,33 @@ class WeightUpdate:
         self._primerl_reference_tensors = tensors
         return {"rank": rank, "version": version}
 
+    def _primerl_receive(self, seats: Seats, version: int) -> dict[str, Any]:
+        """Load what the trainer sends. Who did not meet it in time has touched nothing."""
+        from primerl_hpc.inference import vllm_compat
+        from primerl_hpc.transport.broadcast_group import Group, connect_store
+
+        rank = int(getattr(self, "rank", 0))
+        group = getattr(self, "_primerl_group", None)
+        if group is None or group.name != seats.group:
+            self._primerl_group = None  # of another life, or with somebody who is gone
+            try:
+                group = Group.join(
+                    connect_store(seats.host, seats.port),
+                    seats.group,
+                    rank=seats.first_rank + vllm_compat.worker_index(self),
+                    size=seats.size,
+                    device=vllm_compat.device(self),
+                )
+            except RoleError as error:
+                return {"rank": rank, "error": str(error)}
+            self._primerl_group = group
+        received: set[str] = set()
+        vllm_compat.reload_weights(self, _noting(group.receive(), received))
+        reference = self._primerl_reference(vllm_compat.model_config(self).model) or {}
+        if missing := reference.keys() - received - {"lm_head.weight"}:  # tied ones are sent once
+            raise DataError(f"{len(missing)} tensors were not sent, the first is {min(missing)}")
+        return {"rank": rank, "version": version}
+
     def _primerl_reference(self, model: str) -> dict[str, TensorInfo] | None:
         """Names and shapes of what the engine serves: the last load's, else those of the folder it started with."""
         reference = getattr(self, "_primerl_reference_tensors", None)
@@ -57,6 +86,12 @@ class WeightUpdate:
             return read_headers(folder)
         except DataError:  # e.g. a base model in another format than safetensors
             return None
+
+
+def _noting(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in tensors:
+        names.add(name)
+        yield name, tensor
 
 
 def stream_tensors(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, Any]]:

@@ -119,6 +119,17 @@ def model_config(worker: Any) -> Any:
     return worker.model_runner.model_config
 
 
+def worker_index(worker: Any) -> int:
+    """Among all workers of the engine, those of its data-parallel ranks one after another."""
+    parallel = worker.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+
+
+def device(worker: Any) -> Any:
+    """Where the model's parameters are."""
+    return next(worker.model_runner.get_model().parameters()).device
+
+
 def _forget_cpu_moe_kernels(model: Any) -> None:
     """On CPU experts are packed only the first time; without its kernel the layer packs the new ones."""
     if next(model.parameters()).device.type != "cpu":

@@ -32,7 +32,8 @@ import httpx
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints, request_restart
-from primerl_hpc.transport.weights import Source, to_body
+from primerl_hpc.orchestrator.groups import Groups
+from primerl_hpc.transport.weights import Announcement, Source, to_body
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,10 @@ class Fleet:
         attempts: int = 3,
         backoff_s: float = 0.5,
         recompute_kv: bool = False,
+        workers_per_engine: int = 1,
     ) -> None:
         """``attempts`` per engine and update, with ``backoff_s``, twice that, … between them."""
+        self.groups = Groups(run_dir, workers_per_engine)
         self.run_dir, self.attempts, self.backoff_s = run_dir, attempts, backoff_s
         self.update_timeout_s, self.request_timeout_s = update_timeout_s, request_timeout_s
         self.recompute_kv = recompute_kv
@@ -158,6 +161,8 @@ class Fleet:
                     continue  # dead or starting: the supervisor's business; it comes back as a new member
                 is_current = state["version"] == version and not state["paused"]
                 (current if is_current else laggards).append(engine)
+            if isinstance(source, Announcement) and laggards:  # what was sent is gone: a folder must come
+                return UpdateReport(version, tuple(engine.process for engine in current), is_refused=True)
             report = await self._update(laggards, source, version, is_folder_good=bool(current))
             updated = tuple(sorted([*report.updated, *(engine.process for engine in current)]))
             return replace(report, updated=updated)
@@ -167,7 +172,12 @@ class Fleet:
     ) -> UpdateReport:
         """``is_folder_good``: some engine serves it already, so one that refuses it is itself at fault."""
         start = time.monotonic()
-        faults = await asyncio.gather(*(self._update_engine(engine, source, version) for engine in engines))
+        if isinstance(source, Announcement):
+            faults = await self._broadcast(engines, source)
+        else:
+            faults = await asyncio.gather(
+                *(self._update_engine(engine, source, version) for engine in engines)
+            )
         outcomes = list(zip(engines, faults, strict=True))
         updated = tuple(engine.process for engine, fault in outcomes if fault is None)
         for engine, fault in outcomes:
@@ -176,7 +186,47 @@ class Fleet:
                 self.request_restart(engine, str(fault))
         failed = {engine.process: str(fault) for engine, fault in outcomes if fault is not None}
         is_refused = any(isinstance(fault, FolderRefused) for fault in faults)
+        if isinstance(source, Announcement):  # nothing is left of it for another try
+            is_refused = bool(failed) or not updated
         return UpdateReport(version, updated, failed, is_refused, time.monotonic() - start)
+
+    async def _broadcast(self, engines: list[Engine], announcement: Announcement) -> list[EngineError | None]:
+        """All engines that can be paused receive the version in one group with the trainer, once and together."""
+        frozen = {"clear_cache": self.recompute_kv}
+        paused = await self._ask(engines, "/pause", frozen, self.request_timeout_s)
+        faults = dict(zip(engines, paused, strict=True))
+        members = [engine for engine, fault in faults.items() if fault is None]
+        try:
+            seats = self.groups.seat(announcement, members)
+            if seats is None:
+                too_late = FolderRefused(f"the trainer sends v{announcement.version} no more")
+                faults |= dict.fromkeys(members, too_late)
+            else:
+                bodies = [to_body(seat, announcement.version) for seat in seats]
+                loaded = await self._ask(members, "/update_weights", bodies, self.update_timeout_s)
+                faults |= dict(zip(members, loaded, strict=True))
+        finally:
+            # also after a fault: the old weights are whole, and a paused engine would hold its requests for ever
+            await asyncio.shield(self._ask(members, "/resume", {}, self.request_timeout_s))
+        if any(faults.values()):
+            self.groups.forget()
+        return list(faults.values())
+
+    async def _ask(
+        self, engines: list[Engine], route: str, body: dict[str, Any] | list[dict[str, Any]], timeout_s: float
+    ) -> list[EngineError | None]:
+        """Post to all at once, the same or one body each; what was wrong, in their order."""
+        bodies = body if isinstance(body, list) else [body] * len(engines)
+
+        async def post(engine: Engine, body: dict[str, Any]) -> EngineError | None:
+            try:
+                await self._post(engine, route, body, timeout_s)
+            except EngineError as error:
+                logger.warning("%s", error)
+                return error
+            return None
+
+        return list(await asyncio.gather(*map(post, engines, bodies)))
 
     async def _update_engine(self, engine: Engine, source: Source, version: int) -> EngineError | None:
         """None, or why the engine is not at ``version``."""

@@ -25,6 +25,7 @@ from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.rollout_schema import EvalEnvironment, Rollouts
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.transport.weights import WeightReader
+from primerl_hpc.transport.weights_broadcast import BroadcastWeightReader
 from primerl_hpc.transport.weights_delta import DeltaWeightReader
 from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
 
@@ -57,7 +58,11 @@ class ExternalAddress:
 
 def make_reader(run: RunDir, recipe: Recipe) -> WeightReader:
     """How policy versions come from the trainer: ``weights.transport``."""
-    readers = {"filesystem": FilesystemWeightReader, "delta": DeltaWeightReader}
+    readers = {
+        "filesystem": FilesystemWeightReader,
+        "delta": DeltaWeightReader,
+        "broadcast": BroadcastWeightReader,
+    }
     return readers[recipe.weights.transport](run)
 
 
@@ -67,6 +72,7 @@ def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:
         ensure_api_key(run),
         update_timeout_s=recipe.timeouts.weight_update_s,
         recompute_kv=recipe.inference.recompute_kv_on_update,
+        workers_per_engine=recipe.layout.inference.accelerators_per_replica,
     )
 
 

@@ -19,7 +19,7 @@ from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
-from primerl_hpc.transport.weights import Source, WeightReader
+from primerl_hpc.transport.weights import Announcement, Source, WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,12 @@ class WeightWatcher:
 
     async def _reconcile(self) -> None:
         """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""
-        if time.monotonic() - self._leased_at > LEASE_REFRESH_S:
+        is_old = time.monotonic() - self._leased_at > LEASE_REFRESH_S
+        # what was sent may be nowhere but in engines, until somebody asks for it
+        is_there = not isinstance(self._source, Announcement) or await asyncio.to_thread(
+            self.reader.has, self.version
+        )
+        if is_old and is_there:
             self._source = await self._open(self.version)
         report = await self.fleet.reconcile(self._source, self.version)
         if report.is_refused and self.reader.ask_for_whole():

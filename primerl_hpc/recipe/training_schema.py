@@ -242,10 +242,10 @@ class Warmup(Block):
 
 
 class Weights(Block):
-    transport: Literal["filesystem", "delta"] = "filesystem"
-    """How a new policy reaches the engines: filesystem, every version as a model folder; delta, as what changed since the one before, of which every engine keeps a copy in its node's temporary folder (kind rl without lora, which writes adapters alone)."""
+    transport: Literal["filesystem", "delta", "broadcast"] = "filesystem"
+    """How a new policy reaches the engines: filesystem, every version as a model folder; delta, as what changed since the one before, of which every engine keeps a copy in its node's temporary folder; broadcast, from the trainer's memory into the engines' (NCCL between GPUs, gloo between CPUs). The last two are for kind rl without lora, which writes adapters alone."""
     full_interval: PositiveInt = 10
-    """With transport delta: versions at multiples of this are model folders too, as are the first, the last and those of checkpoints."""
+    """With transport delta or broadcast: versions at multiples of this are model folders too, as are the last and those of checkpoints."""
     keep_last: PositiveInt = 2
     """Policy versions kept on disk; versions of kept checkpoints and the last one stay as well."""
     interval: PositiveInt | None = None

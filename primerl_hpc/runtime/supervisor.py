@@ -172,7 +172,7 @@ class Supervisor:
         requests = (run.stop_request, run.checkpoint_request, run.full_weights_request)
         for left in (*requests, run.live_version):
             left.unlink(missing_ok=True)  # of an earlier life
-        for stale in ("endpoints", "errors", "outcomes", "restart_requests"):
+        for stale in ("endpoints", "errors", "outcomes", "restart_requests", "broadcast"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
         self.reserve.make()

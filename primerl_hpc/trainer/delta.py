@@ -84,6 +84,10 @@ class DeltaPublisher:
             writer.discard()
         self._images, self._version = images, version
 
+    def write_whole(self, version: int) -> None:
+        """Beside its link, if it has one."""
+        self.publish(version, is_whole=True)
+
     def _make_images(self, writer: WeightWriter, pool: ThreadPoolExecutor) -> dict[str, Image]:
         """This rank's shards as they are now. Collective."""
         policy = self.core.policy

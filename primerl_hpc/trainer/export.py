@@ -88,12 +88,16 @@ def export_weights(
 
 
 def gather_shards(
-    policy: Policy, world: World, dtype: torch.dtype
+    policy: Policy, world: World, dtype: torch.dtype, *, for_leader: bool = False
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """(number from 1, number of all, tensors on the host) of the shards that this rank keeps. Collective, to its end."""
+    """(number from 1, number of all, tensors on the host) of the shards that this rank keeps. Collective, to its end.
+
+    ``for_leader``: rank 0 keeps all.
+    """
     groups = _by_layer(policy)
     for number, group in enumerate(groups, start=1):
-        is_mine = (number - 1) % world.size == world.rank
+        keeper = 0 if for_leader else (number - 1) % world.size
+        is_mine = keeper == world.rank
         gathered = {name: _gather(value, world, dtype, is_kept=is_mine) for name, value in group}
         if is_mine:
             yield number, len(groups), gathered

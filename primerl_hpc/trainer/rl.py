@@ -65,11 +65,13 @@ def train_steps(run: RunDir, core: Core, publisher: Publisher, saver: Saver, sta
             watchdog.beat(f"step {step - 1}, writing its weights again")
             is_asked = is_whole_version_asked(run, world)
             if is_asked and step > 1 and not is_whole_there(run, step - 1, world):
-                publisher.publish(step - 1, is_whole=True)
+                publisher.write_whole(step - 1)
             watchdog.rest()
         if found == Next.STOP:
             watchdog.beat(f"step {step - 1}, saving")
             if saved != step - 1:
+                if not is_whole_there(run, step - 1, world):
+                    publisher.write_whole(step - 1)  # what the next life begins with
                 saver.save(step - 1, in_background=False)
             return "stopped", step - 1
         watchdog.beat(f"step {step}, reading its batch")
@@ -116,7 +118,7 @@ def resume(run: RunDir, core: Core, publisher: Publisher) -> int:
         return 0
     step = step or 0
     if not is_whole_there(run, step, core.world):
-        publisher.publish(step, is_whole=True)
+        publisher.write_whole(step)
     return step
 
 

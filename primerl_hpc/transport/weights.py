@@ -26,23 +26,52 @@ class Chain:
     """(version, folder), ascending without a gap; the first ones may be older than ``base``."""
 
 
-Source = Path | str | Chain
-"""Where a version comes from: a folder, the id of a model that lies in the hub's cache, or a chain."""
+@dataclass(frozen=True)
+class Announcement:
+    """A version that the trainer will send to whoever meets at its store."""
+
+    version: int
+    host: str
+    port: int
+    life: str
+    """Of the trainer: another one has another store."""
 
 
-def to_body(source: Source, version: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Seats:
+    """The places of one engine's workers in a group that meets at the trainer's store."""
+
+    host: str
+    port: int
+    group: str
+    first_rank: int
+    size: int
+
+
+Source = Path | str | Chain | Announcement
+"""Where a version comes from: a folder, the id of a model that lies in the hub's cache, a chain, or the trainer itself."""
+
+
+def to_body(source: Path | str | Chain | Seats, version: int) -> dict[str, Any]:
     """What an engine is told (``POST /update_weights``)."""
     if isinstance(source, Chain):
         links = [list(link) for link in source.links]
         return {"path": source.path, "version": version, "base": source.base, "links": links}
+    if isinstance(source, Seats):
+        return {"path": "", "version": version, "seats": vars(source)}
     return {"path": str(source), "version": version}
 
 
-def from_body(body: dict[str, Any]) -> tuple[Source, int]:
+def from_body(body: dict[str, Any]) -> tuple[str | Chain | Seats, int]:
     """The inverse. Raises ValueError when it is nothing that `to_body` makes."""
     path, version = body.get("path"), body.get("version")
     if not isinstance(path, str) or not _is_version(version):
         raise ValueError('expected {"path": "<folder>", "version": <policy version>}')
+    if "seats" in body:
+        try:
+            return Seats(**body["seats"]), version
+        except TypeError as error:
+            raise ValueError(f"not the seats of an engine: {error}") from error
     if "base" not in body:
         return path, version
     base, links = body["base"], body.get("links")
@@ -56,8 +85,10 @@ def from_body(body: dict[str, Any]) -> tuple[Source, int]:
     return Chain(path, base, tuple((version, folder) for version, folder in links)), version
 
 
-def describe(source: Source, version: int) -> str:
+def describe(source: str | Chain | Seats, version: int) -> str:
     """For a line of a log."""
+    if isinstance(source, Seats):
+        return f"the trainer, in group {source.group}"
     if not isinstance(source, Chain):
         return str(source)
     return dict(source.links).get(version, source.path)

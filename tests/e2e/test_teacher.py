@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,16 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.inference.mirror import Mirror
 from primerl_hpc.transport.weights import Chain
-from tests.e2e.runs import SFT_RECIPE, START_S, TINY, command, events, versions_served, wait_for_end
+from tests.e2e.runs import (
+    SFT_RECIPE,
+    START_S,
+    TINY,
+    command,
+    events,
+    process_of,
+    versions_served,
+    wait_for_end,
+)
 from tests.support import wait_for
 
 pytestmark = pytest.mark.e2e
@@ -126,12 +136,21 @@ def reversing_api() -> Iterator[Api]:
     http.server_close()
 
 
-def test_sft_distill_learns_from_the_replies_of_any_chat_api(
+def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_policy_to_an_engine_that_is_killed(
     start: Callable[..., RunDir], reversing_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "theirs")
     teacher = f"{{url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
-    run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}")
+    weights = "weights={transport: broadcast, full_interval: 100}"
+    run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}", weights)
     wait_for(lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy", START_S)
     reversing_api.is_open.set()
+    wait_for(lambda: 2 in versions_served(run), "policy 2 at the engine", START_S)
+    process_of(run.root, "inference-0").kill()
     assert_it_learnt(run, "ce")
+    assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
+    log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")
+    sent = re.findall(r"serving policy version (\d+) from the trainer, in group (\w+)", log)
+    assert sent[0][0] == "1" and sent[-1][0] == str(STEPS)
+    assert len({group for _, group in sent}) == 2, sent  # another one after the engine's death
+    assert STEPS in run.stable_weights() and len(run.stable_weights()) < STEPS / 2

@@ -6,18 +6,22 @@
     tools/bench/weight_update.py --folder /lustre/me    # the shared folder is there; the engine's copy stays in TMPDIR
 
 Before every turn all weights move as AdamW moves them: by the rate, up or down, or less. Then each transport publishes the
-same version as the trainer does, and an engine's worker opens it, checks it and reads every tensor (what comes after, vLLM's own
-loading, is the same for all). Ratios are of one turn.
+same version as the trainer does, and an engine's worker (of a broadcast: in a process of its own) checks it and has every tensor; what
+comes after, vLLM's own loading, is the same for all. Ratios are of one turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from machine import ROOT, describe_machine
@@ -31,7 +35,7 @@ class Measured:
     publish_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
-    """Bytes in the shared folder, which the engine reads again."""
+    """Bytes in the shared folder, which the engine reads again; of a broadcast, those that were sent."""
 
     @property
     def total_s(self) -> list[float]:
@@ -64,13 +68,19 @@ def read_all(folder: Path) -> None:
 def take_turns(folder: Path, node: Path, options: argparse.Namespace) -> dict[str, Measured]:
     from primerl_hpc.common.rundir import STABLE
     from primerl_hpc.inference.mirror import Mirror
+    from primerl_hpc.trainer.broadcast import BroadcastPublisher
     from primerl_hpc.trainer.delta import DeltaPublisher
     from primerl_hpc.trainer.export import publish_policy
     from primerl_hpc.transport.weights_delta import DeltaWeightReader
 
     run, core = build(folder, QWEN3_600M | {"num_hidden_layers": options.layers})
     links, reader, mirror = DeltaPublisher(run, core), DeltaWeightReader(run), Mirror(node)
-    found = {"filesystem": Measured(), "delta": Measured()}
+    sender = BroadcastPublisher(run, core, "127.0.0.1")
+    threading.Thread(target=answer_all, args=(run,), daemon=True).start()
+    receiver, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    context.Process(target=receive_all, args=(run.root, theirs), daemon=True).start()
+    found = {"filesystem": Measured(), "delta": Measured(), "broadcast": Measured()}
     for turn in range(1, options.turns + 2):
         move(core, options.rate, turn)
         started = time.perf_counter()
@@ -79,8 +89,13 @@ def take_turns(folder: Path, node: Path, options: argparse.Namespace) -> dict[st
         read_all(mirror.bring_to(reader.open(turn, "engine"), turn))
         loaded = time.perf_counter()
         reader.close(turn, "engine")
-        if turn == 1:  # whole, and what later ones find in memory
+        begun = time.perf_counter()
+        sender.publish(turn, is_whole=False)
+        sent = time.perf_counter()
+        received_bytes = receiver.recv()
+        if turn == 1:  # whole, a new group, and what later ones find in memory
             continue
+        note(found["broadcast"], begun, sent, time.perf_counter(), received_bytes)
         note(found["delta"], started, published, loaded, folder_bytes(run.delta_step(turn)))
         started = time.perf_counter()
         publish_policy(run, core, turn)
@@ -90,6 +105,34 @@ def take_turns(folder: Path, node: Path, options: argparse.Namespace) -> dict[st
         note(found["filesystem"], started, published, loaded, folder_bytes(run.weights_step(turn)))
         run.delete_step(run.weights_step(turn), STABLE)
     return found
+
+
+def answer_all(run) -> None:
+    """What the orchestrator does: one group of trainer and worker for every version."""
+    from primerl_hpc.transport.weights_broadcast import answer, read_announcement, read_answer
+
+    while True:
+        found = read_announcement(run)
+        if found is not None and found[1] and read_answer(run, found[0]) is None:
+            answer(run, found[0], "bench", 2)
+        time.sleep(0.01)
+
+
+def receive_all(root: Path, connection: Connection) -> None:
+    """A worker, in a process of its own: says after each version how many bytes came."""
+    import torch
+
+    from primerl_hpc.common.rundir import RunDir
+    from primerl_hpc.transport.broadcast_group import Group, connect_store
+    from primerl_hpc.transport.weights_broadcast import read_announcement
+
+    torch.set_num_threads(1)
+    while (found := read_announcement(RunDir(root))) is None:
+        time.sleep(0.01)
+    store = connect_store(found[0].host, found[0].port)
+    group = Group.join(store, "bench", rank=1, size=2, device=torch.device("cpu"))
+    while True:
+        connection.send(sum(tensor.clone().nbytes for _, tensor in group.receive()))
 
 
 def note(measured: Measured, started: float, published: float, loaded: float, written: int) -> None:
@@ -130,8 +173,8 @@ def spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    import os
-
     code = main()
     sys.stdout.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)  # libraries' own teardown would bury the figures
