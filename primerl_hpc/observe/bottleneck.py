@@ -25,6 +25,8 @@ class Bottleneck:
     trainer_waits: float
     """Share of the trainer's time, 0 to 1."""
     orchestrator_waits: float
+    engines_idle: float
+    """Share of the engines' time in which they had no request."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,18 +40,19 @@ def find_bottleneck(trainer: Iterable[Row], orchestrator: Iterable[Row]) -> Bott
     wait_s, step_s = _mean(trainer, "time/wait_for_batch"), _mean(trainer, "time/step")
     idle_s, collect_s = _mean(orchestrator, "time/wait_for_policy"), _mean(orchestrator, "time/step")
     trainer_waits, orchestrator_waits = _share(wait_s, step_s), _share(idle_s, collect_s)
+    shares = (trainer_waits, orchestrator_waits, _mean(orchestrator, "inference/idle"))
     if max(trainer_waits, orchestrator_waits) < WAITS:
         words = f"none: the trainer waits {trainer_waits:.0%}, the orchestrator {orchestrator_waits:.0%} of the time"
-        return Bottleneck("none", words, trainer_waits, orchestrator_waits)
+        return Bottleneck("none", words, *shares)
     if orchestrator_waits >= trainer_waits:
         words = (
             f"trainer: generation stands still {orchestrator_waits:.0%} of the time for a new policy "
             f"({idle_s:.1f} of {collect_s:.1f} s a step)"
         )
-        return Bottleneck("trainer", words, trainer_waits, orchestrator_waits)
+        return Bottleneck("trainer", words, *shares)
     side, why = _behind_the_trainer(orchestrator)
     words = f"{side}: the trainer waits {trainer_waits:.0%} of its time for batches ({wait_s:.1f} of {step_s:.1f} s a step); {why}"
-    return Bottleneck(side, words, trainer_waits, orchestrator_waits)
+    return Bottleneck(side, words, *shares)
 
 
 def _behind_the_trainer(

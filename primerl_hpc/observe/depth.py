@@ -135,6 +135,10 @@ def _numbers(snapshot: Snapshot) -> list[str]:
         numbers.append(f"trainer peak {memory:.1f} GiB a {kind}")
     if isinstance(cache := metrics.get("inference/kv_usage/max"), float):
         numbers.append(f"KV cache {cache:.0%}")
+    if isinstance(idle := metrics.get("inference/idle"), float):
+        numbers.append(f"engines idle {idle:.0%}")
+    if isinstance(update_s := metrics.get("time/weight_update"), float):
+        numbers.append(f"update {update_s:.2f} s")
     return lines + (wrap("  " + "  ".join(number.replace(" ", HARD_BLANK) for number in numbers), "  "))
 
 

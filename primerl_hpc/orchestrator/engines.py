@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from primerl_hpc.orchestrator.concurrency import Concurrency, Decision, Load, Verdict
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
@@ -14,6 +15,33 @@ from primerl_hpc.orchestrator.fleet import Fleet
 logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0
+
+
+@dataclass
+class StuckClock:
+    """Which engines have requests and make no token: looks in, names out. An engine that answers nobody is not its matter."""
+
+    limit_s: float
+    _since: dict[str, tuple[float, float]] = field(default_factory=dict)  # tokens so far, since when
+
+    def look(self, now: float, engines: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """Those that made none for longer than the limit; each is named once and then given as much time again."""
+        stuck = []
+        for name, engine in engines.items():
+            tokens = engine.get("generation_tokens", 0.0)
+            before, since = self._since.get(name, (None, now))
+            if not engine.get("running") or tokens != before:
+                self._since[name] = (tokens, now)
+            elif now - since > self.limit_s:
+                stuck.append(name)
+                self._since[name] = (tokens, now)
+        for name in self._since.keys() - engines.keys():
+            del self._since[name]
+        return stuck
+
+    def forget(self) -> None:
+        """Engines were paused: what was before says nothing."""
+        self._since.clear()
 
 
 class EngineWatch:
@@ -25,25 +53,35 @@ class EngineWatch:
         *,
         is_updating: Callable[[], bool],
         take_back: Callable[[int], None],
+        stuck_after_s: float,
     ) -> None:
-        """``concurrency`` None: the dispatcher's limit stays. ``take_back(n)`` cancels the youngest n rollouts or a few more."""
+        """``concurrency`` None: the dispatcher's limit stays. ``take_back(n)`` cancels the youngest n rollouts or a few more.
+
+        ``stuck_after_s``: an engine that has requests and makes no token for so long is to be started again.
+        """
+        self.stuck = StuckClock(stuck_after_s)
         self.fleet, self.dispatcher, self.concurrency = fleet, dispatcher, concurrency
         self.is_updating, self.take_back = is_updating, take_back
         self._engines: dict[str, dict[str, float]] = {}
         self._generated: tuple[float, float] | None = None
-        self._ended = 0
+        self._ended = self._num_looks = self._num_idle = 0
         self._verdicts = dict.fromkeys(Verdict, 0)
 
     async def watch(self) -> None:
         while True:
             was_updating = self.is_updating()
             self._engines = await self.fleet.metrics()
-            if not (was_updating or self.is_updating()):  # a paused engine says nothing about its load
+            self._num_looks += len(self._engines)
+            self._num_idle += sum(not engine.get("running") for engine in self._engines.values())
+            if was_updating or self.is_updating():  # a paused engine says nothing about its load
+                self.stuck.forget()
+            else:
                 self._steer()
+                self._restart_stuck()
             await asyncio.sleep(LOOK_S)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the last look (an engine that hangs must not hold a batch up); rates are since the last call."""
+        """Of the last look (an engine that hangs must not hold a batch up); rates and shares are since the last call."""
         engines = list(self._engines.values())
         load = load_of(engines)
         metrics: dict[str, float] = {"inference/engines": load.num_engines}
@@ -51,6 +89,9 @@ class EngineWatch:
             metrics["concurrency/limit"] = self.concurrency.limit
             metrics |= {f"concurrency/{verdict.value}": count for verdict, count in self._verdicts.items()}
             self._verdicts = dict.fromkeys(Verdict, 0)
+        if self._num_looks:
+            metrics["inference/idle"] = self._num_idle / self._num_looks
+            self._num_looks = self._num_idle = 0
         if not engines:
             return metrics
         metrics |= {
@@ -66,6 +107,14 @@ class EngineWatch:
         if before is not None and total >= before[1]:
             metrics["inference/tokens_per_s"] = (total - before[1]) / max(now - before[0], 1e-9)
         return metrics
+
+    def _restart_stuck(self) -> None:
+        members = self.fleet.members()
+        for name in self.stuck.look(time.monotonic(), self._engines):
+            reason = f"it has requests and made no token for {self.stuck.limit_s:.0f} s"
+            logger.warning("%s is stuck: %s", name, reason)
+            if name in members:
+                self.fleet.request_restart(members[name], reason)
 
     def _steer(self) -> None:
         if self.concurrency is None or not self._engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, PrimerlError
@@ -19,18 +19,22 @@ class Terminated(PrimerlError):
 
 def run_until_done(main: Coroutine[Any, Any, None]) -> None:
     """Raises what ``main`` raises (of several faults at once the first PrimerlError), Terminated after SIGTERM."""
-    factory = None
-    if importlib.util.find_spec("uvloop") is not None:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             runner.run(_with_sigterm(main))
         except BaseExceptionGroup as faults:  # of a task group; a lone PrimerlError passes as it is
             if (ours := faults.subgroup(PrimerlError)) is None:
                 raise
             raise _first(ours) from faults
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of uvloop; None, which is asyncio's own, where it is not installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 async def _with_sigterm(main: Coroutine[Any, Any, None]) -> None:

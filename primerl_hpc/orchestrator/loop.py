@@ -153,6 +153,7 @@ class Orchestrator:
             concurrency,
             is_updating=lambda: self.driver.is_updating,
             take_back=self._take_back,
+            stuck_after_s=recipe.timeouts.health_s,
         )
         self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN])
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)

@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 
@@ -18,6 +17,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.inference.mirror import Mirror
 from primerl_hpc.transport.weights import Chain
+from tests.api import Request, chat_completion, serve
 from tests.e2e.runs import (
     SFT_RECIPE,
     START_S,
@@ -109,31 +109,16 @@ def reversing_api() -> Iterator[Api]:
     """Somebody else's chat API, whose model reverses words; its key is ``theirs``."""
     is_open = Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
-            is_theirs = self.headers.get("authorization") == "Bearer theirs" and body["model"] == "reverser"
-            message = {"role": "assistant", "content": str(body["messages"][-1]["content"])[::-1]}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            head = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
-            text = json.dumps({**head, "choices": [choice], "usage": usage}).encode()
-            self.send_response(200 if is_theirs else 401)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def answer(request: Request) -> tuple[int, dict]:
+        body = request.body
+        is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
+        is_theirs = request.headers["authorization"] == "Bearer theirs" and body["model"] == "reverser"
+        reply = str(body["messages"][-1]["content"])[::-1]
+        return 200 if is_theirs else 401, chat_completion({"content": reply}, body["model"])
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=http.serve_forever, daemon=True).start()
-    yield Api(f"http://127.0.0.1:{http.server_port}/v1", is_open)
-    is_open.set()
-    http.shutdown()
-    http.server_close()
+    with serve(answer) as url:
+        yield Api(f"{url}/v1", is_open)
+        is_open.set()
 
 
 def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_policy_to_an_engine_that_is_killed(

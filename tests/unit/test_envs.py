@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -21,6 +18,7 @@ from primerl_hpc.envs.config import environment_config, environment_of, environm
 from primerl_hpc.envs.tasks import load_tasks, resolve_environment
 from primerl_hpc.recipe.rollout_schema import Environment
 from primerl_hpc.recipe.schema import Recipe
+from tests.api import Request, chat_completion, serve
 from tests.support import ROOT
 
 
@@ -183,31 +181,13 @@ def chat_server(script: list[int | None]) -> Iterator[tuple[str, list[dict]]]:
     """Answers with the statuses of ``script``, None: hang up; then always 200. Yields URL and the requests it saw."""
     seen: list[dict] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            seen.append({"retry": self.headers.get("x-stainless-retry-count"), **body})
-            status = script.pop(0) if script else 200
-            if status is None:
-                self.close_connection = True
-                self.connection.close()
-                return
-            answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": "ok"}}]}).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(request: Request) -> tuple[int, dict] | None:
+        seen.append({"retry": request.headers.get("x-stainless-retry-count"), **request.body})
+        status = script.pop(0) if script else 200
+        return None if status is None else (status, chat_completion({"content": "ok"}))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(answer) as url:
+        yield url, seen
 
 
 def launch(url: str, **config):

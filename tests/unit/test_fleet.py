@@ -63,14 +63,13 @@ class Served:
     def __init__(self, run: RunDir, process: str, version: int = 0) -> None:
         self.run, self.process, self.engine = run, process, PlayedEngine()
         self.state = routes.EngineState(process, 1, 0, version, api_key=KEY)
+        self.metrics = "ok"
 
     async def start(self) -> None:
         routes.install(self.state)
         self.state.fault = asyncio.get_running_loop().create_future()
-        ok = [
-            Route(path, lambda _: PlainTextResponse("ok")) for path in ("/health", "/metrics", "/v1/models")
-        ]
-        app = Starlette(routes=ok)
+        ok = [Route(path, lambda _: PlainTextResponse("ok")) for path in ("/health", "/v1/models")]
+        app = Starlette(routes=[*ok, Route("/metrics", lambda _: PlainTextResponse(self.metrics))])
         app.state.engine_client = self.engine
         app.add_middleware(routes.EngineRoutes)
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")

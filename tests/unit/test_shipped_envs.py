@@ -6,9 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +16,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.envs.check import check_environment
 from primerl_hpc.envs.tasks import load_tasks
 from primerl_hpc.recipe.rollout_schema import Environment
+from tests.api import Request, chat_completion, serve
 
 Model = Callable[[dict], dict]
 
@@ -26,51 +25,14 @@ Model = Callable[[dict], dict]
 def scripted(model: Model) -> Iterator[str]:
     """A server whose replies are ``model(request)``: a message, or a status in ``{"status": 400}``. Yields its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            message = model(request)
-            choice = {
-                "index": 0,
-                "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-                "message": {"role": "assistant", "content": None} | message,
-            }
-            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            self._send(
-                message.get("status", 200),
-                {
-                    "id": "c",
-                    "object": "chat.completion",
-                    "created": 0,
-                    "model": "m",
-                    "choices": [choice],
-                    "usage": usage,
-                },
-            )
+    def answer(request: Request) -> tuple[int, dict]:
+        if not request.body:
+            return 200, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 512}]}
+        message = model(request.body)
+        return message.get("status", 200), chat_completion(message)
 
-        def do_GET(self) -> None:
-            self._send(
-                200, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 512}]}
-            )
-
-        def _send(self, status: int, body: dict) -> None:
-            text = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve(answer) as url:
+        yield f"{url}/v1"
 
 
 def play(model: Model, environment_id: str, *, env_args: dict | None = None, **args) -> dict[str, dict]:

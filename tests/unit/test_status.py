@@ -104,6 +104,8 @@ def live_run(folder: Path, *, steps: int = 10, ends_in_s: float = 3600.0) -> Run
                 "inference/running": 60.0,
                 "inference/waiting": 4.0,
                 "inference/kv_usage/max": 0.97,
+                "inference/idle": 0.12,
+                "time/weight_update": 0.31,
             },
         )
     return run
@@ -253,6 +255,8 @@ def test_one_run_in_depth_says_all_that_is_asked_of_it_in_80_columns(tmp_path: P
         "math-001  running  rl, attempt 1, job 17 (slurm)",
         "step 10/40 (25%)",
         "81.2k tok/s",
+        "engines idle 12%",
+        "update 0.31 s",
         "bottleneck  inference: the trainer waits 67%",
         "it finishes in this job",
         "GPU-hours",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -26,6 +23,7 @@ from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.algorithm_schema import OPSD, Algorithm
 from primerl_hpc.recipe.schema import Recipe, Teacher
+from tests.api import Request, serve
 
 
 def sample(ref: float | None = None) -> Sample:
@@ -210,30 +208,13 @@ class Server:
 def server() -> Iterator[Server]:
     served = Server()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply({})
+    def answer(request: Request) -> tuple[int, dict]:
+        served.seen.append({"path": request.path, "key": request.headers["authorization"], **request.body})
+        return served.status, served.answer(request.path, request.body)
 
-        def do_POST(self) -> None:
-            self.reply(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-        def reply(self, body: dict) -> None:
-            served.seen.append({"path": self.path, "key": self.headers.get("authorization"), **body})
-            text = json.dumps(served.answer(self.path, body)).encode()
-            self.send_response(served.status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=http.serve_forever, daemon=True).start()
-    served.url = f"http://127.0.0.1:{http.server_port}/v1"
-    yield served
-    http.shutdown()
-    http.server_close()
+    with serve(answer) as url:
+        served.url = f"{url}/v1"
+        yield served
 
 
 def with_logprobs(body: dict) -> dict:

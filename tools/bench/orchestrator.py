@@ -38,6 +38,7 @@ from primerl_hpc.orchestrator.dispatcher import Dispatcher, Split  # noqa: E402
 from primerl_hpc.orchestrator.driver import RolloutDriver  # noqa: E402
 from primerl_hpc.orchestrator.env_client import sampling_config, train_client  # noqa: E402
 from primerl_hpc.orchestrator.evals import Evaluator  # noqa: E402
+from primerl_hpc.orchestrator.event_loop import loop_factory  # noqa: E402
 from primerl_hpc.orchestrator.runner import RolloutRunner  # noqa: E402
 from primerl_hpc.orchestrator.sampler import TaskSampler  # noqa: E402
 from primerl_hpc.orchestrator.scoring import Scorer  # noqa: E402
@@ -216,6 +217,7 @@ async def drive_verifiers(
             )
             meter.finished += 1
 
+    watch = asyncio.create_task(meter.watch())  # it costs CPU here as it did there
     meter.start()
     workers = [asyncio.create_task(worker(number)) for number in range(in_flight)]
     while meter.finished < in_flight:
@@ -224,9 +226,9 @@ async def drive_verifiers(
     await asyncio.sleep(seconds)
     result = meter.result()
     is_over = True
-    for each in workers:
+    for each in (watch, *workers):
         each.cancel()
-    await asyncio.gather(*workers, return_exceptions=True)
+    await asyncio.gather(watch, *workers, return_exceptions=True)
     for client in clients:
         await client.close()
     return result["cpu_ms"]
@@ -270,7 +272,8 @@ def measure(model: Path, in_flight: int, turns: int, servers: int, latency_s: fl
                 processes.append(start(words, run.attempt_logs(1) / f"{name}.log", **variables))
             wait_until(lambda: ready.exists() or None, what="the mock engine", timeout_s=60)
             url = f"http://127.0.0.1:{ready.read_text()}"
-            result = asyncio.run(drive(run, recipe, url, seconds))
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                result = runner.run(drive(run, recipe, url, seconds))
         finally:
             for process in processes:
                 os.killpg(process.pid, signal.SIGKILL)

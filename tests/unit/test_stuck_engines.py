@@ -1,0 +1,83 @@
+"""An engine that has requests and makes no token is found, and nobody else is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.orchestrator import engines
+from primerl_hpc.orchestrator.dispatcher import Dispatcher
+from primerl_hpc.orchestrator.engines import EngineWatch, StuckClock
+from primerl_hpc.orchestrator.sampler import TaskRef
+from tests.unit.test_fleet import serving
+
+METRICS = """\
+vllm:num_requests_running{{engine="0"}} {running}
+vllm:generation_tokens_total{{engine="0"}} {tokens}
+"""
+
+
+def look(clock: StuckClock, now: float, running: float, tokens: float) -> list[str]:
+    return clock.look(now, {"inference-0": {"running": running, "generation_tokens": tokens}})
+
+
+def test_an_engine_is_stuck_after_the_limit_and_named_once() -> None:
+    clock = StuckClock(10)
+    named = [now for now in range(0, 31, 2) if look(clock, now, 3, 500)]
+    assert named == [12, 24]
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 9), st.booleans()), min_size=1, max_size=40))
+def test_an_engine_that_works_or_has_nothing_to_do_is_never_stuck(looks: list[tuple[float, bool]]) -> None:
+    clock, now, tokens = StuckClock(10), 0.0, 0
+    for pause_s, works in looks:
+        now, tokens = now + pause_s, tokens + works
+        assert not look(clock, now, running=float(works), tokens=tokens)
+
+
+def test_time_that_engines_were_paused_or_away_does_not_count() -> None:
+    clock = StuckClock(10)
+    assert not look(clock, 0, 3, 500) and not look(clock, 9, 3, 500)
+    clock.forget()
+    assert not look(clock, 20, 3, 500) and not look(clock, 29, 3, 500)
+    assert not clock.look(35, {})
+    assert not look(clock, 40, 3, 500)
+
+
+def test_the_supervisor_is_asked_for_its_successor(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(engines, "LOOK_S", 0.01)
+    dispatcher = Dispatcher(
+        next_task=lambda: TaskRef(0, 0),
+        group_size=1,
+        batch_size=1,
+        max_in_flight=1,
+        max_off_policy_steps=1,
+        last_step=1,
+    )
+
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1") as (run, fleet, (stuck, idle)):
+            stuck.metrics = METRICS.format(running=2, tokens=77)
+            idle.metrics = METRICS.format(running=0, tokens=1)
+            watch = EngineWatch(
+                fleet,
+                dispatcher,
+                None,
+                is_updating=lambda: False,
+                take_back=lambda count: None,
+                stuck_after_s=0.1,
+            )
+            task = asyncio.create_task(watch.watch())
+            async with asyncio.timeout(30):
+                while (asked := read_json_or_none(run.restart_request("inference-0"))) is None:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+            assert asked["process"] == "inference-0" and "no token" in asked["reason"]
+            assert not run.restart_request("inference-1").exists()
+            assert watch.take_metrics()["inference/idle"] == 0.5
+
+    asyncio.run(check())
