@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from primerl_hpc.common.files import read_json, write_json
-from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.names import Role, RunState, process_name
 from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.plan.types import OnExit
 from tests.slurm.virtual import SAY, SERVE, TRAIN, SlurmToy, wait_for
@@ -54,15 +56,17 @@ def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_is_told_with_its_own_code
     assert failure["log"].endswith("trainer-0_1.log")
 
 
-def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy) -> None:
-    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.ORCHESTRATOR])
+def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy, role: Role) -> None:
+    name = process_name(role, 0)
+    toy.add(role, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.submit()
-    toy.wait_until_ready("trainer-0")
-    toy.cluster.on("n2", "kill", "-9", str(toy.endpoint("trainer-0")["pid"]))
+    toy.wait_until_ready(name)
+    toy.cluster.on("n2", "kill", "-9", str(toy.endpoint(name)["pid"]))
     toy.wait_for_state(RunState.FAILED)
     toy.assert_nothing_is_left()
     failure = read_json(toy.run.failure)
-    assert (failure["node"], failure["signal"]) == ("n2", "SIGKILL")
+    assert (failure["process"], failure["node"], failure["signal"]) == (name, "n2", "SIGKILL")
 
 
 def test_a_killed_server_a_requested_restart_a_late_one_and_a_killed_srun_are_started_again(
@@ -83,13 +87,15 @@ def test_a_killed_server_a_requested_restart_a_late_one_and_a_killed_srun_are_st
 
     for process in ("inference-0", "router-0", "env_server-0"):
         wait_for(lambda process=process: is_in_life(process, 1), f"second life of {process}")
+    toy.cluster.on("n1", "kill", "-9", str(toy.endpoint("env_server-0")["pid"]))
     left = toy.endpoint("router-0")["pid"]
     lines = toy.cluster.processes_of(toy.run).items()
     sruns = [pid for pid, line in lines if "srun --overlap --job-name=router-0 " in line]
     assert sruns
     for pid in sruns:  # with its shepherd; the step lives on without them
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: is_in_life("router-0", 2), "third life of the router", tell=toy.words)
+    for process in ("router-0", "env_server-0"):
+        wait_for(lambda process=process: is_in_life(process, 2), f"third life of {process}", tell=toy.words)
     assert not toy.cluster.on("n1", "ps", "-o", "pid=", "-p", str(left), check=False)
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
