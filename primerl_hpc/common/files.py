@@ -11,10 +11,11 @@ import errno
 import json
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+from isal import isal_zlib
 
 from primerl_hpc.common.errors import DataError, TimeoutWaitingError
 
@@ -176,8 +177,9 @@ def wait_until(
 
 
 def crc32_of_file(path: Path, chunk_bytes: int = 1 << 22) -> int:
+    """zlib's CRC-32, by ISA-L: several times as fast."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(chunk_bytes):
-            value = zlib.crc32(chunk, value)
+            value = isal_zlib.crc32(chunk, value)
     return value

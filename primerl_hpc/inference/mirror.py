@@ -14,13 +14,13 @@ import fcntl
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal import isal_zlib
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
@@ -101,7 +101,7 @@ class Mirror:
             raise DataError("a delta for a shard that is not there", place=str(path))
         data = np.memmap(path, np.uint8, "r+")
         apply(data, deltas[shard])
-        if (found := zlib.crc32(data)) != result[shard]["crc32"]:
+        if (found := isal_zlib.crc32(data)) != result[shard]["crc32"]:
             raise DataError(
                 f"CRC-32 is {found:08x} after its delta, the version's is {result[shard]['crc32']:08x}",
                 place=str(path),
@@ -123,7 +123,7 @@ def _copy_checked(source: Path, target: Path, entry: dict[str, Any]) -> None:
     try:
         with source.open("rb") as reader, (target / entry["name"]).open("wb") as writer:
             while piece := reader.read(COPY_BYTES):
-                crc32 = zlib.crc32(piece, crc32)
+                crc32 = isal_zlib.crc32(piece, crc32)
                 writer.write(piece)
     except OSError as error:
         raise DataError(f"cannot be copied ({error})", place=str(source)) from error

@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from isal import isal_zlib
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, OccupiedError
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, read_json
@@ -151,7 +152,7 @@ def _copy(source: Path, target: Path) -> int:
     value = 0
     with source.open("rb") as reader, target.open("xb") as writer:
         while chunk := reader.read(CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
+            value = isal_zlib.crc32(chunk, value)
             writer.write(chunk)
         writer.flush()
         os.fsync(writer.fileno())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from isal import isal_zlib
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -134,7 +134,7 @@ def _make_image(whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> 
     with torch.no_grad():
         tensors = revert_weight_conversion(hf, whole)
         data = safetensors_image(tensors, METADATA, dtype=dtype)
-    return Image(data, list(tensors), data_bytes(tensors, dtype), zlib.crc32(data))
+    return Image(data, list(tensors), data_bytes(tensors, dtype), isal_zlib.crc32(data))
 
 
 def _write_image(path: Path, image: Image) -> Shard:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from isal import isal_zlib
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,14 +42,14 @@ def write_safetensors(
     Returns its CRC-32, or 0 without ``with_crc32``.
     """
     text, _ = _header(tensors, metadata, dtype)
-    crc32 = zlib.crc32(text) if with_crc32 else 0
+    crc32 = isal_zlib.crc32(text) if with_crc32 else 0
     with path.open("wb") as file:
         file.write(text)
         for value in tensors.values():
             for data in _pieces(value, _dtype_of(value, dtype)):
                 file.write(data)
                 if with_crc32:
-                    crc32 = zlib.crc32(data, crc32)
+                    crc32 = isal_zlib.crc32(data, crc32)
         file.flush()
         os.fsync(file.fileno())
     return crc32

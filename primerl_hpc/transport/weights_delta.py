@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
+
+from isal import isal_zlib
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import fsync_dir, is_there, read_json, write_json, write_text
@@ -52,7 +53,7 @@ class LinkWriter:
             file.write(delta)
             file.flush()
             os.fsync(file.fileno())
-        return {"name": path.name, "size_bytes": len(delta), "crc32": zlib.crc32(delta)}
+        return {"name": path.name, "size_bytes": len(delta), "crc32": isal_zlib.crc32(delta)}
 
     def commit(self, entries: list[dict[str, Any]], result: list[dict[str, Any]]) -> Path:
         """``entries``: of the delta files; ``result``: of all shards as they are then. Rename, mark stable."""
@@ -81,7 +82,7 @@ def read_link(folder: Path) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]
         deltas = {}
         for entry in manifest["files"]:
             data = (folder / entry["name"]).read_bytes()
-            if len(data) != entry["size_bytes"] or zlib.crc32(data) != entry["crc32"]:
+            if len(data) != entry["size_bytes"] or isal_zlib.crc32(data) != entry["crc32"]:
                 raise DataError(
                     "its size or CRC-32 is not what its manifest says", place=str(folder / entry["name"])
                 )
