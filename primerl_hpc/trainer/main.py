@@ -6,17 +6,21 @@ torchrun's exit code says only 0 or 1.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
+from primerl_hpc.common.files import write_json
 from primerl_hpc.common.log import dump_stacks_on_signal, setup_logging
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
@@ -37,7 +41,18 @@ def train_phase(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog)
     return loop(phase, run, world, watchdog)
 
 
-@record
+class RankErrors(ErrorHandler):
+    """torchrun reads a rank's error file as soon as any rank has ended, and dies of a half-written one. This one is whole."""
+
+    def record_exception(self, e: BaseException) -> None:
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            more = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+            said = {"message": f"{type(e).__name__}: {e}", "extraInfo": more}
+            with contextlib.suppress(OSError):  # `main` tells of the exception all the same
+                write_json(Path(path), {"message": said})
+
+
+@partial(record, error_handler=RankErrors())
 def train(root: RunDir, phase_name: str, process: str, loop: Loop) -> None:
     rank = int(os.environ["RANK"])
     dump_stacks_on_signal()

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
+import pytest
+
 from primerl_hpc.runtime.failures import find_cause
 from primerl_hpc.runtime.steps import ExitStatus
 
@@ -46,3 +52,24 @@ def test_without_witnesses_the_last_line_that_looks_like_an_error_is_told() -> N
     lines = ["starting", "ValueError: no such thing", "bye"]
     cause = find_cause(lines, told=None, raised=None, status=ExitStatus(137))
     assert (cause.rank, cause.signal, cause.message) == (None, "SIGKILL", "ValueError: no such thing")
+
+
+def test_torchrun_finds_a_ranks_error_file_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from primerl_hpc.trainer.main import RankErrors
+
+    path, replace, looks = tmp_path / "error.json", os.replace, []
+
+    def look(source: str | Path, target: str | Path) -> None:
+        looks.append((path.exists(), json.loads(Path(source).read_text())["message"]["message"]))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    RankErrors().record_exception(RuntimeError("Connection closed by peer"))
+    assert looks == [(False, "RuntimeError: Connection closed by peer")]
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert failure.message["message"] == "RuntimeError: Connection closed by peer" and failure.timestamp > 0
