@@ -22,6 +22,7 @@ pytestmark = pytest.mark.e2e
 STEPS = 10
 
 
+@pytest.mark.slow
 def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
     start: Callable[..., RunDir], work: Path
 ) -> None:

@@ -30,7 +30,7 @@ from tests.e2e.runs import (
 )
 from tests.support import wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10
 SHORT = (
     f"max_steps={STEPS}",
