@@ -300,6 +300,7 @@ def main() -> int:
         return 0
     if not options.model:
         parser.error("--model is needed")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started ends too
     rows = [
         measure(options.model, in_flight, turns, options.servers, options.latency, options.seconds)
         for turns in options.turns
