@@ -152,7 +152,7 @@ class FilesystemWeightReader:
         return False  # they all are
 
     def give_up(self, version: int) -> None:
-        raise NotImplementedError  # nothing better will come
+        raise AssertionError("nothing better will come: all versions are whole")
 
     def open(self, version: int, reader: str) -> Any:
         """Its folder, see `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
