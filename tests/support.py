@@ -176,21 +176,17 @@ def random_row(
 ) -> MicroBatch:
     """A packed row of random samples, the second half of each sampled by a policy close to uniform."""
     total = sum(lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
     mask = np.concatenate([np.arange(length) >= max(1, length // 2) for length in lengths])
     return MicroBatch(
-        input_ids=rng.integers(4, vocab_size, total),
-        position_ids=positions,
+        input_ids=rng.integers(4, vocab_size, total).astype(np.int32),
         loss_mask=mask,
-        advantages=np.where(mask, np.repeat(rng.normal(size=len(lengths)), lengths), 0).astype(np.float32),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
         inference_logprobs=np.where(mask, -np.log(vocab_size) + 0.1 * rng.normal(size=total), 0).astype(
             np.float32
         ),
-        temperatures=np.ones(total, np.float32),
-        rl_weights=mask.astype(np.float32),
-        ce_weights=np.zeros(total, np.float32),
-        ref_kl_weights=np.zeros(total, np.float32),
-        ref_logprobs=np.zeros(total, np.float32),
-        env_ids=np.repeat(rng.integers(0, num_envs, len(lengths)), lengths).astype(np.int32),
         sample_lengths=np.array(lengths, np.int64),
+        temperatures=np.ones(len(lengths), np.float32),
+        rl_weights=np.ones(len(lengths), np.float32),
+        ref_kl_weights=np.zeros(len(lengths), np.float32),
+        env_ids=rng.integers(0, num_envs, len(lengths)).astype(np.int32),
     )

@@ -27,6 +27,7 @@ Examples:
 @click.option("--since", metavar="TIME", help="Lines since 90s, 10m, 2h, 1d ago, or since 14:30.")
 @click.option("--grep", "pattern", metavar="REGEX", help="Lines that match.")
 @click.option("--lines", "-n", default=40, show_default=True, help="Last lines of each file.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each line of the logs.")
 def command(
     run: str,
     role: str | None,
@@ -37,6 +38,7 @@ def command(
     since: str | None,
     pattern: str | None,
     lines: int,
+    as_json: bool,
 ) -> None:
     """Print or follow the logs of RUN: of all roles, or of ROLE.
 
@@ -67,8 +69,12 @@ def command(
     files = LogFiles(found)
     if follow:
         try:
-            follow_logs(found, Follower(files, role, node, rank, attempt, lines, chosen), JobWatcher())
+            follow_logs(
+                found, Follower(files, role, node, rank, attempt, lines, chosen, as_json), JobWatcher()
+            )
         except KeyboardInterrupt:
             click.echo()
-    elif not print_logs(files.choose(role, node=node, rank=rank, attempt=attempt), lines, chosen):
+        return
+    chosen_files = files.choose(role, node=node, rank=rank, attempt=attempt)
+    if not print_logs(chosen_files, lines, chosen, as_json=as_json):
         raise what_is_missing(found)

@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "inference": ("role", "Run one inference engine of a prepared run."),
         "router": ("role", "Run the router of a prepared run."),
         "teacher": ("role", "Run one engine of the teacher."),
+        "judge": ("role", "Run one engine of the judge."),
         "env-server": ("role", "Run one environment server."),
         "orchestrator": ("role", "Run the orchestrator."),
         "trainer": ("role", "Run the RL trainer."),

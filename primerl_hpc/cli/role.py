@@ -1,4 +1,4 @@
-"""``primerl-hpc inference|router|teacher|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
+"""``primerl-hpc inference|router|teacher|judge|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _ABOUT = {
     "inference": "one vLLM engine, with its control routes",
     "router": "the router in front of the engines",
     "teacher": "one engine of the teacher",
+    "judge": "one engine of the judge",
     "env-server": "one verifiers environment server",
     "orchestrator": "the orchestrator: rollouts, advantages, batches",
     "trainer": "the RL trainer (torchrun starts its ranks)",

@@ -38,7 +38,13 @@ SLURM_TIMEOUT_S = 5.0
 )
 @click.option("--name", "pattern", metavar="GLOB", help="Runs with such names only.")
 @click.option("--all", "is_all", is_flag=True, help="All runs, not as many as fit on the screen.")
-@click.option("--watch", "-w", "is_watching", is_flag=True, help="Redraw until ^C.")
+@click.option(
+    "--watch",
+    "-w",
+    "is_watching",
+    is_flag=True,
+    help="Redraw until ^C; with --json a line whenever something changed.",
+)
 @click.option(
     "--interval", default=2.0, show_default=True, help="Seconds between redraws; more while nothing changes."
 )
@@ -74,10 +80,10 @@ def command(
         from primerl_hpc.observe.usage import Accounting
 
         view = OneRun(find_run(run), jobs, Accounting(ask_briefly))
-    if is_watching and not as_json:
+    if is_watching:
         from primerl_hpc.observe.screen import watch
 
-        watch(view, interval)
+        watch(view, interval, as_json=as_json)
         return
     view.look()
     if as_json:

@@ -145,7 +145,7 @@ class Scheduler(Block):
     mail_user: OneLine | None = None
     """Address; null is the user who submits."""
     signal_margin_s: PositiveInt = 300
-    """How long before the walltime the job is warned, so that it can save."""
+    """How long before the walltime the job is asked to save, at the latest: it learns what its steps and saves need."""
     requeue: Bool = True
     """Whether SLURM may put the job back into the queue after a preemption or a lost node."""
     spare_nodes: NonNegativeInt = 0
@@ -277,8 +277,8 @@ class Software(Block):
     """Roles with an environment of their own: vLLM's pins and the trainer's seldom agree."""
 
     def of_role(self, role: Role) -> Environment:
-        """A teacher's engines run in the environment of the policy's, unless they have their own."""
-        if role == Role.TEACHER and role not in self.roles:
+        """Engines of a teacher or judge run in the environment of the policy's, unless they have their own."""
+        if role in (Role.TEACHER, Role.JUDGE) and role not in self.roles:
             role = Role.INFERENCE
         return self.roles.get(role, self.default)
 

@@ -18,8 +18,9 @@ class Role(StrEnum):
 
     INFERENCE = "inference"  # one vLLM replica
     ROUTER = "router"
-    TEACHER = "teacher"  # one vLLM replica of a frozen model
-    ENV_SERVER = "env_server"  # one per environment of the recipe
+    TEACHER = "teacher"  # one vLLM replica of a frozen model that the policy learns from
+    JUDGE = "judge"  # one of a frozen model that environments ask for rewards
+    ENV_SERVER = "env_server"  # serves an environment of the recipe
     ORCHESTRATOR = "orchestrator"
     TRAINER = "trainer"  # one torchrun group of an RL run
     SFT = "sft"  # one torchrun group of supervised fine-tuning

@@ -31,17 +31,11 @@ def environment_config(
     return _merge(base, environment.env_args)
 
 
-def environments_of(recipe: Recipe) -> list[tuple[str, Environment]]:
-    """(split, environment) of each environment server, in the order of their indices: train first, then eval."""
-    blocks = recipe.environments
-    return [*(("train", each) for each in blocks.train), *(("eval", each) for each in blocks.eval)]
-
-
 def environment_of(recipe: Recipe, index: int) -> tuple[str, Environment]:
     """Split and environment of ``env_server-<index>``. Raises NotFoundError."""
-    found = environments_of(recipe)
+    found = recipe.environments.by_server
     if not 0 <= index < len(found):
-        raise NotFoundError(f"the recipe has {len(found)} environments, there is no number {index}")
+        raise NotFoundError(f"the recipe has {len(found)} environment servers, there is no number {index}")
     return found[index]
 
 

@@ -15,6 +15,8 @@ from primerl_hpc.recipe.schema import MAX_SERVED_RANK, InferenceLayout, Recipe
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
+CPU_EXPERTS_EXTENSION = "primerl_hpc.inference.cpu_worker.CPUWeightUpdate"
+"""Instead of the one above where experts are spread over CPUs, which vLLM's CPU build does not know by itself."""
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)  # of which vLLM's --max-lora-rank must be one
 CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
 
@@ -67,7 +69,9 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
         "enable-prefix-caching": True,
         "enable-scale-out": True,  # token-in, token-out route
         "trust-remote-code": recipe.model.trust_remote_code,
-        "worker-extension-cls": WORKER_EXTENSION,
+        "worker-extension-cls": CPU_EXPERTS_EXTENSION
+        if is_cpu and layout.expert_parallel
+        else WORKER_EXTENSION,
         "middleware": MIDDLEWARE,
         "disable-fastapi-docs": True,
         "disable-uvicorn-access-log": True,
@@ -100,10 +104,11 @@ def node_args(layout: InferenceLayout, num_nodes: int, node_rank: int, address: 
 
 
 def _memory(recipe: Recipe, is_cpu: bool) -> dict[str, int | float]:
-    gib = recipe.inference.kv_cache_gib
+    gib, offload_gib = recipe.inference.kv_cache_gib, recipe.inference.kv_offload_gib
+    offload = {} if offload_gib is None else {"kv-offloading-size": offload_gib}
     if gib is None and not is_cpu:
-        return {"gpu-memory-utilization": recipe.inference.gpu_memory_utilization}
-    return {"kv-cache-memory-bytes": int((gib or CPU_KV_CACHE_GIB) * 2**30)}
+        return {"gpu-memory-utilization": recipe.inference.gpu_memory_utilization, **offload}
+    return {"kv-cache-memory-bytes": int((gib or CPU_KV_CACHE_GIB) * 2**30), **offload}
 
 
 def _adapters(recipe: Recipe) -> dict[str, int | bool]:

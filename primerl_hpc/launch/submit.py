@@ -63,6 +63,7 @@ def prepare_run(
     checked = compile_for(loaded, profile, Path("/checked/before/anything/is/made"))
     check_chain(chain, checked)
     check_after(checked, profile)
+    check_keys(checked, profile)
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
@@ -74,6 +75,21 @@ def prepare_run(
         raise
     register_run(run)
     return run, plan
+
+
+def check_keys(plan: Plan, profile: LoadedProfile) -> None:
+    """Raises ConfigError when a server elsewhere needs a key that the job, which gets this environment, would not have.
+
+    Setup lines of the profile may export it there: then nobody can know before.
+    """
+    if profile.profile.software.setup:
+        return
+    for phase in plan.phases:
+        if (evaluation := phase.recipe.evaluation) is not None and evaluation.external is not None:
+            evaluation.external.key()
+        for model in (phase.recipe.teacher, phase.recipe.judge):
+            if model is not None:
+                model.key()
 
 
 def submit_run(
@@ -107,7 +123,9 @@ def resume_run(run: RunDir, chain: ChainRequest = ONE_JOB) -> Submitted:
 
 
 def change_job(run: RunDir, changes: Sequence[str]) -> None:
-    """Write the script anew with changes in the profile's ``scheduler`` (``scheduler.time=60``); the plan stays.
+    """Write the script anew with changes in the profile's ``scheduler`` (``scheduler.time=60``).
+
+    The plan stays, but for the margin before the walltime.
 
     Raises ConfigError for a change of anything else, OccupiedError while the run goes on.
     """
@@ -121,6 +139,10 @@ def change_job(run: RunDir, changes: Sequence[str]) -> None:
                 mend="what sbatch is asked can: scheduler.time, scheduler.partition, …; or submit anew",
             )
     profile = load_profile(str(run.profile), overrides=changes, environ={})
+    margin_s = profile.profile.scheduler.signal_margin_s
+    if plan.signal_margin_s not in (None, margin_s):
+        plan = plan.model_copy(update={"signal_margin_s": margin_s})
+        write_json(run.plan, plan.model_dump(mode="json"))
     write_text(job_script(run), make_script(plan, profile), mode=0o755)
     if plan.num_elastic:
         write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)

@@ -19,7 +19,7 @@ from primerl_hpc.observe.patterns import SIGNALS, Known, recognise
 from primerl_hpc.observe.plot import format_duration
 from primerl_hpc.observe.reasons import explain_reason
 from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.snapshot import Snapshot, last_words, take_snapshot
+from primerl_hpc.observe.snapshot import TRAINER_OF, Snapshot, last_words, take_snapshot
 from primerl_hpc.observe.text import labelled, wrap
 
 _FIELDS = "JobID,JobName,State,ExitCode,NodeList,Reason"
@@ -233,7 +233,7 @@ def _pulse(snapshot: Snapshot) -> str:
     if isinstance(step_s, float) and since_s > max(60.0, SLOW * step_s):
         return (
             f"no new step for {format_duration(since_s)}, a step took {format_duration(step_s)}: "
-            f"primerl-hpc logs {snapshot.name} trainer says what it does"
+            f"primerl-hpc logs {snapshot.name} {TRAINER_OF[snapshot.kind]} says what it does"
         )
     died = ", ".join(f"{name} {count} times" for name, count in snapshot.restarts.items())
     return f"it is {snapshot.state.value}; " + (f"started again: {died}" if died else "nothing has failed")

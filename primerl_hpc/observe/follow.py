@@ -87,6 +87,8 @@ class Follower:
                 self.say(
                     f"trainer and orchestrator go on after step {event['after_step']}: {event['message']}"
                 )
+            case "stop_requested" if event.get("reason") == "walltime":
+                self.say(f"the job ends in {event.get('left_s', '?')} s: saving")
             case "stop_requested":
                 self.say("asked to stop: saving")
             case "phase_done":

@@ -7,12 +7,14 @@ before it. The day is reckoned back from the file's last change.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,6 +36,7 @@ _COLORS = {
     "inference": "cyan",
     "router": "blue",
     "teacher": "cyan",
+    "judge": "cyan",
     "env_server": "magenta",
     "evaluator": "yellow",
     "job": "bright_black",
@@ -62,6 +65,11 @@ class Line:
     """Place in what is shown: of lines of one second each file's stay together and in order."""
     text: str = field(compare=False)
     file: LogFile = field(compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        file = self.file
+        whose = {"role": file.role, "process": file.process, "attempt": file.attempt}
+        return {"time": self.stamp, **whose, "node": file.node, "rank": file.rank, "text": self.text}
 
 
 def parse_since(text: str, now: float) -> float:
@@ -99,7 +107,7 @@ def _midnight(now: float) -> float:
 # -- printing ----------------------------------------------------------------------------------------------------------
 
 
-def print_logs(files: list[LogFile], count: int, chosen: Filter) -> bool:
+def print_logs(files: list[LogFile], count: int, chosen: Filter, *, as_json: bool = False) -> bool:
     """The last ``count`` lines of each file that pass; False when none of the files is there."""
     lines, is_any = [], False
     for order, file in enumerate(files):
@@ -115,12 +123,15 @@ def print_logs(files: list[LogFile], count: int, chosen: Filter) -> bool:
         lines += [Line(stamp, order, text, file) for stamp, text in stamped if chosen.keeps(stamp, text)][
             -count:
         ]
-    _emit(lines, is_labelled=len(files) > 1)
+    _emit(lines, is_labelled=len(files) > 1, as_json=as_json)
     return is_any
 
 
-def _emit(lines: Iterable[Line], *, is_labelled: bool) -> None:
+def _emit(lines: Iterable[Line], *, is_labelled: bool, as_json: bool) -> None:
     for line in sorted(lines):
+        if as_json:
+            click.echo(json.dumps(line.as_json(), ensure_ascii=False))
+            continue
         prefix = ""
         if is_labelled:
             prefix = click.style(f"{line.file.label:<20} │ ", fg=_COLORS.get(line.file.role))
@@ -154,6 +165,7 @@ class Follower:
     """None: whichever runs."""
     count: int
     chosen: Filter
+    as_json: bool = False
     offsets: dict[Path, int] = field(default_factory=dict)
     is_first: bool = True
 
@@ -207,7 +219,8 @@ def follow_logs(run: RunDir, follower: Follower, jobs: JobWatcher) -> None:
         if lines and attempt not in (None, lines[-1].file.attempt):
             click.echo(click.style(f"── attempt {lines[-1].file.attempt} ──", dim=True), err=True)
         attempt = lines[-1].file.attempt if lines else attempt
-        _emit(lines, is_labelled=follower.role is None or len({line.file.label for line in lines}) > 1)
+        is_labelled = follower.role is None or len({line.file.label for line in lines}) > 1
+        _emit(lines, is_labelled=is_labelled, as_json=follower.as_json)
         if state.is_final or state == RunState.UNKNOWN:
             if follower.is_first:
                 raise what_is_missing(run)

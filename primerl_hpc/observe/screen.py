@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
@@ -42,10 +43,10 @@ def fit(screen: str, columns: int, rows: int) -> list[str]:
     return [*lines[: rows - 2], f"… {len(lines) - rows + 2} more lines; the window is too low"]
 
 
-def watch(view: View, interval_s: float) -> None:
+def watch(view: View, interval_s: float, *, as_json: bool = False) -> None:
     """Until ^C. In a terminal every line is written over in place: no blank screen in between, hence no flicker. Into a
-    file or pipe a screen is written when something changed."""
-    is_terminal, pause_s, seen = sys.stdout.isatty(), interval_s, None
+    file or pipe a screen is written when something changed, and so is a line of JSON with ``as_json``."""
+    is_terminal, pause_s, seen = sys.stdout.isatty() and not as_json, interval_s, None
     try:
         if is_terminal:
             click.echo(_HIDE_CURSOR + _HOME + _TO_END_OF_SCREEN, nl=False)
@@ -58,11 +59,12 @@ def watch(view: View, interval_s: float) -> None:
                 text = "".join(f"{line}{_TO_END_OF_LINE}\n" for line in lines)
                 click.echo(_HOME + text + _TO_END_OF_SCREEN, nl=False)
             elif seen != before:
-                click.echo(view.text() + "\n")
+                click.echo(json.dumps(view.as_json(), ensure_ascii=False) if as_json else view.text() + "\n")
             pause_s = next_pause(pause_s, interval_s, is_changed=seen != before)
             time.sleep(pause_s)
     except KeyboardInterrupt:
-        click.echo()
+        if not as_json:
+            click.echo()
     finally:
         if is_terminal:
             click.echo(_SHOW_CURSOR, nl=False)

@@ -21,7 +21,8 @@ from primerl_hpc.observe.forecast import Forecast, make_forecast
 _TAKEN = {"NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT", "DEADLINE"}
 WINDOW = 20
 """Last steps that pace and bottleneck are read from."""
-_TRAINER_OF = {Kind.SFT.value: "sft", Kind.RL.value: "trainer"}
+TRAINER_OF = {Kind.SFT.value: "sft", Kind.RL.value: "trainer"}
+"""The role that makes steps, by the kind of the phase."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None = None) -> Sna
     phase = phase_of(plan, state.get("phase"))
     recipe = phase.get("recipe", {})
     kind = recipe.get("kind", plan.get("kind", "?"))
-    rows = read_last_steps(run.metrics(_TRAINER_OF[kind]), WINDOW) if kind in _TRAINER_OF else {}
+    rows = read_last_steps(run.metrics(TRAINER_OF[kind]), WINDOW) if kind in TRAINER_OF else {}
     batches = read_last_steps(run.metrics("orchestrator"), WINDOW) if kind == Kind.RL.value else {}
     rows = {step: row for step, row in rows.items() if step > 0}
     current, message = real_state(run, state, job, jobs)

@@ -42,7 +42,7 @@ def print_summary(run: RunDir, state: RunState, message: str | None, seconds: fl
         click.echo(
             f"steps           {max(trained)}, {mean} tokens/s in the trainer, {format_duration(seconds)} in all"
         )
-    _print_places(run, state)
+    _print_places(run, state, "trainer" if steps else "sft" if trained else "")
 
 
 def _evaluations(run: RunDir) -> list[str]:
@@ -64,7 +64,7 @@ def _thin(points: list[tuple[int, float]], most: int = 5) -> list[tuple[int, flo
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
 
 
-def _print_places(run: RunDir, state: RunState) -> None:
+def _print_places(run: RunDir, state: RunState, trainer: str) -> None:
     versions = run.stable_weights()
     if versions:
         click.echo(f"weights         {shown(run.weights_step(versions[-1]))}")
@@ -79,7 +79,7 @@ def _print_places(run: RunDir, state: RunState) -> None:
     elif run.scores.exists():
         click.echo(f"\nnext:  primerl-hpc scores {name} --svg scores.svg")
     else:
-        click.echo(f"\nnext:  primerl-hpc status {name}   or   primerl-hpc logs {name} trainer")
+        click.echo(f"\nnext:  primerl-hpc status {name}   or   primerl-hpc logs {name} {trainer}".rstrip())
 
 
 def _print_failure(run: RunDir, message: str | None) -> None:

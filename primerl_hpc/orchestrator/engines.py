@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from primerl_hpc.common.names import Role
 from primerl_hpc.orchestrator.concurrency import Concurrency, Decision, Load, Verdict
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.fleet import Fleet
@@ -54,12 +55,15 @@ class EngineWatch:
         is_updating: Callable[[], bool],
         take_back: Callable[[int], None],
         stuck_after_s: float,
+        frozen: Collection[Role] = (),
     ) -> None:
         """``concurrency`` None: the dispatcher's limit stays. ``take_back(n)`` cancels the youngest n rollouts or a few more.
 
-        ``stuck_after_s``: an engine that has requests and makes no token for so long is to be started again.
+        ``stuck_after_s``: an engine that has requests and makes no token for so long is to be started again, of the policy
+        or of the ``frozen`` roles.
         """
         self.stuck = StuckClock(stuck_after_s)
+        self.frozen = {role: StuckClock(stuck_after_s) for role in frozen}
         self.fleet, self.dispatcher, self.concurrency = fleet, dispatcher, concurrency
         self.is_updating, self.take_back = is_updating, take_back
         self._engines: dict[str, dict[str, float]] = {}
@@ -77,7 +81,9 @@ class EngineWatch:
                 self.stuck.forget()
             else:
                 self._steer()
-                self._restart_stuck()
+                self._restart_stuck(Role.INFERENCE, self.stuck, self._engines)
+            for role, clock in self.frozen.items():  # never paused
+                self._restart_stuck(role, clock, await self.fleet.metrics(role))
             await asyncio.sleep(LOOK_S)
 
     def take_metrics(self) -> dict[str, float]:
@@ -108,10 +114,12 @@ class EngineWatch:
             metrics["inference/tokens_per_s"] = (total - before[1]) / max(now - before[0], 1e-9)
         return metrics
 
-    def _restart_stuck(self) -> None:
-        members = self.fleet.members()
-        for name in self.stuck.look(time.monotonic(), self._engines):
-            reason = f"it has requests and made no token for {self.stuck.limit_s:.0f} s"
+    def _restart_stuck(
+        self, role: Role, clock: StuckClock, engines: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        members = self.fleet.members(role)
+        for name in clock.look(time.monotonic(), engines):
+            reason = f"it has requests and made no token for {clock.limit_s:.0f} s"
             logger.warning("%s is stuck: %s", name, reason)
             if name in members:
                 self.fleet.request_restart(members[name], reason)

@@ -32,9 +32,9 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.rundir import RunDir, read_endpoint, request_restart
 from primerl_hpc.recipe.evaluation_schema import External
+from primerl_hpc.recipe.model_schema import Model
 from primerl_hpc.recipe.renderer import renderer_config
 from primerl_hpc.recipe.rollout_schema import Environment, Sampling
-from primerl_hpc.recipe.schema import Model
 
 if TYPE_CHECKING:  # verifiers takes seconds to import
     from verifiers.v1.configs.client import ClientConfig, EvalClientConfig, TrainClientConfig
@@ -260,7 +260,7 @@ def external_client(external: External) -> EvalClientConfig:
     """Chat completions of a server elsewhere; episodes carry texts and counts, no tokens."""
     from verifiers.v1.configs.client import EvalClientConfig
 
-    return EvalClientConfig(base_url=external.base_url.rstrip("/"), api_key_var=external.key_variable)
+    return EvalClientConfig(base_url=external.base_url, api_key_var=external.key_variable)
 
 
 def external_sampling_config(sampling: Sampling) -> SamplingConfig:

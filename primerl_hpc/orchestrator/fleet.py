@@ -108,11 +108,11 @@ class Fleet:
         self._lock = asyncio.Lock()  # two updates of one engine at a time would pause it twice
 
     # -- who is there -------------------------------------------------------------------------------------------
-    def members(self) -> dict[str, Engine]:
-        """Published engines by process name, as the files say now."""
+    def members(self, role: Role = Role.INFERENCE) -> dict[str, Engine]:
+        """Published engines of the policy, or of another role, by process name, as the files say now."""
         return {
             name: Engine(name, end["url"], end["attempt"], end["incarnation"])
-            for name, end in read_endpoints(self.run_dir, Role.INFERENCE.value).items()
+            for name, end in read_endpoints(self.run_dir, role.value).items()
         }
 
     async def wait_ready(self, num: int, timeout_s: float, *, poll_s: float = 0.2) -> dict[str, int]:
@@ -262,9 +262,9 @@ class Fleet:
         request_restart(self.run_dir, engine.process, engine.incarnation, reason)
 
     # -- looking ---------------------------------------------------------------------------------------------------
-    async def metrics(self) -> dict[str, dict[str, float]]:
+    async def metrics(self, role: Role = Role.INFERENCE) -> dict[str, dict[str, float]]:
         """Gauges and counters of each member that answers (see the module's example for the names)."""
-        members = self.members()
+        members = self.members(role)
         texts = await asyncio.gather(*(self._metrics_text(engine) for engine in members.values()))
         return {
             name: parse_metrics(text) for name, text in zip(members, texts, strict=True) if text is not None

@@ -28,7 +28,7 @@ from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.fleet import Fleet
-from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics
+from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics, disk_metrics
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskSampler
 from primerl_hpc.orchestrator.scoring import Scorer
@@ -154,6 +154,7 @@ class Orchestrator:
             is_updating=lambda: self.driver.is_updating,
             take_back=self._take_back,
             stuck_after_s=recipe.timeouts.health_s,
+            frozen=recipe.served_models,
         )
         self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN])
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
@@ -303,14 +304,15 @@ class Orchestrator:
         packed_at = time.monotonic()
         cut.info.metrics = {"reward/mean": _mean_reward(cut)}
         await asyncio.to_thread(self.sender.send, cut.info, packed.ranks)
-        self._report(cut, {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at})
+        measured = {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at}
+        self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
 
-    def _report(self, cut: Cut, times: dict[str, float]) -> None:
+    def _report(self, cut: Cut, measured: dict[str, float]) -> None:
         now = time.monotonic()
         step_s, self._last_ship = now - self._last_ship, now
         self._watch_gate()
         wait_s, self._closed_s = self._closed_s, 0.0
-        metrics = batch_metrics(cut, self.dispatcher) | times
+        metrics = batch_metrics(cut, self.dispatcher) | measured
         metrics |= {"time/step": step_s, "time/wait_for_policy": wait_s}
         metrics["time/save_ckpt"], self.follower.save_seconds = self.follower.save_seconds, 0.0
         metrics |= self.watcher.take_metrics() | self.lag.take() | self.engines.take_metrics()

@@ -30,7 +30,7 @@ def make_sample(num_tokens: int, generator: np.random.Generator) -> TrainSample:
     """All tokens but the first are trained, as if sampled uniformly from `TOKEN_IDS`."""
     is_sampled = np.arange(num_tokens) > 0
     sample = Sample(
-        token_ids=generator.integers(TOKEN_IDS.start, TOKEN_IDS.stop, num_tokens),
+        token_ids=generator.integers(TOKEN_IDS.start, TOKEN_IDS.stop, num_tokens, np.int32),
         loss_mask=is_sampled,
         logprobs=np.where(is_sampled, -np.log(len(TOKEN_IDS)), 0.0).astype(np.float32),
         temperature=1.0,

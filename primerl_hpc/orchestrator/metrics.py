@@ -6,8 +6,10 @@ Names end in ``/mean``, ``/max`` … ; a part about one environment is ``<name>/
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -57,6 +59,27 @@ def group_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, floa
     return metrics
 
 
+def effective_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, float]:
+    """Of those rollouts alone that something is learnt from."""
+    rollouts = [
+        rollout
+        for group in groups
+        for rollout, samples in zip(group.rollouts, group.samples, strict=True)
+        if any(sample.has_signal for sample in samples)
+    ]
+    return {
+        **distribution(f"effective/reward{suffix}", [rollout.reward for rollout in rollouts]),
+        **distribution(f"effective/completion_tokens{suffix}", [each.output_tokens for each in rollouts]),
+        **distribution(f"effective/turns{suffix}", [rollout.num_turns for rollout in rollouts]),
+    }
+
+
+def disk_metrics(folder: Path) -> dict[str, float]:
+    """Of the filesystem that checkpoints and weights go to. Blocks while a network filesystem does not answer."""
+    total, _, free = shutil.disk_usage(folder)
+    return {"system/ckpt_disk_free_gib": free / 2**30, "system/ckpt_disk_used_share": 1 - free / total}
+
+
 def agent_metrics(rollouts: list[Rollout], suffix: str) -> dict[str, float]:
     """``reward/<env>/<agent>/…`` where there are several agents."""
     agents = {trace.agent for rollout in rollouts for trace in rollout.traces}
@@ -91,10 +114,10 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
     ages = [(step - 1) - version for group in cut.groups for version in group.versions]
     num_rollouts = len(ages)
     names = cut.info.env_names
-    metrics = group_metrics(cut.groups)
+    metrics = group_metrics(cut.groups) | effective_metrics(cut.groups)
     for env, name in enumerate(names):
         if own := [group for group in cut.groups if group.task.env == env]:
-            metrics |= group_metrics(own, f"/{name}")
+            metrics |= group_metrics(own, f"/{name}") | effective_metrics(own, f"/{name}")
             metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
     metrics |= {
         "batch/rollouts": num_rollouts,

@@ -220,30 +220,27 @@ def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
 def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
     streams = [each.sample for each in samples]
     lengths = np.minimum([stream.num_tokens for stream in streams], seq_len).astype(np.int64)
-    loss_mask = np.concatenate([stream.loss_mask[:seq_len] for stream in streams])
 
-    def spread(values: list[float], dtype: type) -> NDArray:
-        return np.repeat(np.asarray(values, dtype=dtype), lengths)
+    def join(parts: list[NDArray], dtype: type) -> NDArray:
+        return np.concatenate([part[:seq_len] for part in parts], dtype=dtype)
 
-    def join(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32]:
-        return np.concatenate(
-            [
-                np.zeros(length, np.float32) if part is None else part[:length]
-                for part, length in zip(parts, lengths, strict=True)
-            ]
-        )
+    def join_or_none(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+        if all(part is None for part in parts):
+            return None
+        zeros = np.zeros(seq_len, np.float32)
+        of_all = (zeros[:n] if part is None else part for part, n in zip(parts, lengths, strict=True))
+        return join(list(of_all), np.float32)
 
     return MicroBatch(
-        input_ids=np.concatenate([stream.token_ids[:seq_len] for stream in streams]),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
-        loss_mask=loss_mask,
-        advantages=spread([each.advantage for each in samples], np.float32) * loss_mask,
-        inference_logprobs=np.concatenate([stream.logprobs[:seq_len] for stream in streams]),
-        temperatures=spread([stream.temperature for stream in streams], np.float32),
-        rl_weights=spread([each.rl_weight for each in samples], np.float32) * loss_mask,
-        ce_weights=join([each.ce_weights for each in samples]),
-        ref_kl_weights=spread([each.ref_kl_weight for each in samples], np.float32) * loss_mask,
-        ref_logprobs=join([each.ref_logprobs for each in samples]),
-        env_ids=spread([each.env_id for each in samples], np.int32),
+        input_ids=join([stream.token_ids for stream in streams], np.int32),
+        loss_mask=join([stream.loss_mask for stream in streams], np.bool_),
+        inference_logprobs=join([stream.logprobs for stream in streams], np.float32),
         sample_lengths=lengths,
+        temperatures=np.asarray([stream.temperature for stream in streams], np.float32),
+        advantages=np.asarray([each.advantage for each in samples], np.float32),
+        rl_weights=np.asarray([each.rl_weight for each in samples], np.float32),
+        ref_kl_weights=np.asarray([each.ref_kl_weight for each in samples], np.float32),
+        env_ids=np.asarray([each.env_id for each in samples], np.int32),
+        ce_weights=join_or_none([each.ce_weights for each in samples]),
+        ref_logprobs=join_or_none([each.ref_logprobs for each in samples]),
     )

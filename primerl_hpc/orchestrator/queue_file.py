@@ -30,7 +30,7 @@ from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
 
 # [N] of each sample; those after the third may be None in some
 SAMPLE_STREAMS = {
-    "token_ids": np.int64,
+    "token_ids": np.int32,
     "loss_mask": np.bool_,
     "logprobs": np.float32,
     "ref_logprobs": np.float32,

@@ -26,6 +26,7 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
+from primerl_hpc.orchestrator.env_pool import EnvServerPool
 from primerl_hpc.orchestrator.teacher import add_samples
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, rollout_of
 from primerl_hpc.recipe.algorithm_schema import SFTDistill
@@ -42,7 +43,7 @@ class EnvHandle:
     """One environment of the recipe: its server and its tasks."""
 
     environment: Environment
-    client: EnvServerClient
+    client: EnvServerClient | EnvServerPool
     tasks: list[EnvironmentTask] = field(default_factory=list)
 
     def sampling(self, default: Sampling) -> Sampling:

@@ -9,15 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from primerl_hpc.common.errors import TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
-from primerl_hpc.envs.config import environments_of
 from primerl_hpc.envs.tasks import load_tasks
 from primerl_hpc.orchestrator.concurrency import Concurrency
 from primerl_hpc.orchestrator.dispatcher import Split
 from primerl_hpc.orchestrator.env_client import EnvServerClient
+from primerl_hpc.orchestrator.env_pool import EnvServerPool
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.runner import EnvHandle
 from primerl_hpc.orchestrator.teacher import TeacherClient
@@ -83,14 +84,21 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
     Raises ConfigError and DataError naming the environment.
     """
     handles: dict[Split, list[EnvHandle]] = {Split.TRAIN: [], Split.EVAL: []}
-    for index, (split, environment) in enumerate(environments_of(recipe)):
+    servers = enumerate(recipe.environments.by_server)
+    for (split, _), same in groupby(servers, key=lambda server: (server[1][0], server[1][1].label)):
+        numbers = [index for index, _ in same]
+        environment = recipe.environments.by_server[numbers[0]][1]
         if recipe.kind == Kind.EVAL and split == "train":
             continue
         limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
         tasks = await asyncio.to_thread(load_tasks, environment, limit)
-        client = EnvServerClient(
-            run, process_name(Role.ENV_SERVER, index), environment, health_s=recipe.timeouts.health_s
-        )
+        clients = [
+            EnvServerClient(
+                run, process_name(Role.ENV_SERVER, index), environment, health_s=recipe.timeouts.health_s
+            )
+            for index in numbers
+        ]
+        client = clients[0] if len(clients) == 1 else EnvServerPool(clients)
         handles[Split(split)].append(EnvHandle(environment, client, tasks))
     return handles
 
@@ -138,7 +146,7 @@ async def wait_for_peers(
         if teacher is not None:
             group.create_task(_wait_for("the teacher", teacher.refresh, timeouts.inference_ready_s))
         for client in clients:
-            group.create_task(client.wait_ready(timeout_s=timeouts.env_server_ready_s))
+            group.create_task(client.wait_ready(timeout_s=phase.recipe.env_server_ready_s))
 
 
 async def _wait_for(name: str, is_there: Callable[[], object], timeout_s: float) -> None:

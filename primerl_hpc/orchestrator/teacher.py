@@ -27,7 +27,7 @@ from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoints
 from primerl_hpc.orchestrator.prompt_logprobs import PromptLogprobs
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.evaluation_schema import External
-from primerl_hpc.recipe.schema import Teacher
+from primerl_hpc.recipe.model_schema import Teacher
 
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
@@ -35,36 +35,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE = string.printable + "Zażółć gęślą jaźń, 漢字 и العربية 🙂"
-NO_KEY = "PRIMERL_NO_KEY"  # a variable that is never set: verifiers then sends a placeholder
 
 
 class TeacherClient:
     def __init__(self, run: RunDir, config: Teacher) -> None:
         """Raises ConfigError when the variable that should hold the key is not set."""
         self.run, self.config = run, config
-        self.urls = [config.url] if config.url else []
+        self.urls = [config.base_url] if config.base_url else []
         self._turn = itertools.count()
+        key = config.key() if config.base_url else ensure_api_key(run)
         self._scores = PromptLogprobs(
-            config.model.name, self._key(), timeout_s=config.timeout_s, max_concurrent=config.max_concurrent
+            config.model.name, key, timeout_s=config.timeout_s, max_concurrent=config.max_concurrent
         )
-
-    def _key(self) -> str | None:
-        if self.config.url is None:
-            return ensure_api_key(self.run)
-        if self.config.key_variable is None:
-            return None
-        key = env.variable(self.config.key_variable)
-        if key is None:
-            raise ConfigError(
-                f"variable {self.config.key_variable} is not set",
-                place="teacher.key_variable",
-                mend="export it where you submit from",
-            )
-        return key
 
     def refresh(self) -> list[str]:
         """Look for the run's own engines; a restarted one may have another address."""
-        if self.config.url is None:
+        if self.config.base_url is None:
             self.urls = [f"{end['url']}/v1" for end in read_endpoints(self.run, Role.TEACHER.value).values()]
         return self.urls
 
@@ -76,7 +62,9 @@ class TeacherClient:
 
     def next_address(self) -> External:
         """`next_url`, and where an environment server finds the key."""
-        variable = env.ENGINE_API_KEY if self.config.url is None else self.config.key_variable or NO_KEY
+        variable = (
+            env.ENGINE_API_KEY if self.config.base_url is None else self.config.key_variable or env.NO_KEY
+        )
         return External(base_url=self.next_url(), key_variable=variable)
 
     async def add_logprobs(self, rollout: Rollout) -> None:
@@ -111,7 +99,7 @@ class TeacherClient:
             raise ConfigError(
                 f"{url} cannot be used: {error}",
                 place="teacher",
-                mend=f"look at teacher.url, model.name and key_variable{needs}",
+                mend=f"look at teacher.base_url, model.name and key_variable{needs}",
             ) from error
 
     async def _check_context(self, url: str, seq_len: int) -> None:
@@ -179,7 +167,7 @@ def add_samples(rollout: Rollout, episode: Episode[Any, Any, Any], renderer: Any
             )
             mask = np.asarray(rendered.loss_mask, dtype=np.bool_)
             mask[:1] = False  # nothing predicts the first token
-            tokens = np.asarray(rendered.token_ids, dtype=np.int64)
+            tokens = np.asarray(rendered.token_ids, dtype=np.int32)
             rollout.samples.append(
                 Sample(tokens, mask, np.zeros(len(tokens), np.float32), temperature=1.0, trace=index)
             )

@@ -11,6 +11,7 @@ A node that several paths share is trained in the first of them only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from verifiers.v1.trace import Branch, Trace
 
 ENGINE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+# a reward whose judge did not answer, as verifiers words it: errors of the OpenAI client
+JUDGE_AWAY = re.compile(r": (APIConnectionError|APITimeoutError|InternalServerError|RateLimitError): ")
 # Roles whose text an environment wrote; their codes in `Sample.roles` are their places here. 0: everything else.
 ROLES = ("", "system", "user", "tool")
 
@@ -31,7 +34,7 @@ ROLES = ("", "system", "user", "tool")
 class RolloutFailed(Exception):
     """An episode that cannot be trained or scored.
 
-    ``is_engine_fault``: the engine or router did not answer; says nothing about the task, so a new try may succeed.
+    ``is_engine_fault``: the engine, router or judge did not answer; says nothing about the task, so a new try may succeed.
     """
 
     def __init__(self, kind: str, message: str, *, is_engine_fault: bool = False) -> None:
@@ -43,7 +46,7 @@ class RolloutFailed(Exception):
 class Sample:
     """One token sequence of length N. Streams have shape [N] and belong to the token they stand beside."""
 
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]  # sampled by the policy, and trained in this sample
     logprobs: NDArray[np.float32]  # log μ, temperature-scaled; 0 where not trained
     temperature: float
@@ -169,7 +172,7 @@ def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
         logprobs = np.asarray(path.branch.logprobs, dtype=np.float32)
         samples.append(
             Sample(
-                token_ids=np.asarray(path.branch.token_ids, dtype=np.int64),
+                token_ids=np.asarray(path.branch.token_ids, dtype=np.int32),
                 loss_mask=loss_mask,
                 logprobs=np.where(loss_mask, logprobs, np.float32(0)),
                 temperature=temperature,
@@ -226,6 +229,8 @@ def _failure(errors: list[Any], kind: str, message: str) -> RolloutFailed:
     if not errors:
         return RolloutFailed(kind, message)
     last = errors[-1]
+    if last.type == "TaskError" and JUDGE_AWAY.search(last.message):
+        return RolloutFailed("NoJudge", last.message, is_engine_fault=True)
     is_engine = last.type == "ProviderError" and (
         last.status_code is None or last.status_code in ENGINE_STATUSES
     )

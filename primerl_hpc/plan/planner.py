@@ -7,6 +7,7 @@ Everything that was read from disk (the recipe's absolute paths, the interpreter
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import PurePosixPath
 
 from primerl_hpc.cluster.schema import Profile
@@ -66,6 +67,7 @@ def compile_plan(
         accelerators_per_node=profile.accelerators_per_node,
         nodes=_nodes(phases, layout),
         spare_nodes=profile.scheduler.spare_nodes,
+        signal_margin_s=profile.scheduler.signal_margin_s if profile.scheduler.type == "slurm" else None,
         preflight=_preflight(phases, profile, python),
         phases=phases,
         notes=notes,
@@ -84,6 +86,15 @@ def _check(recipe: Recipe, profile: Profile) -> None:
         raise ConfigError(
             f"profile '{profile.name}' is local and has {profile.nodes} nodes; a machine is one node"
         )
+    engines = {"inference": recipe.inference} | {
+        f"{role.value}.inference": model.inference for role, model in recipe.served_models.items()
+    }
+    for key, inference in engines.items():
+        if inference.kv_offload_gib is not None and profile.accelerator == "cpu":
+            raise ConfigError(
+                f"{key}.kv_offload_gib: engines of profile '{profile.name}' have their KV cache in host memory already",
+                mend="raise kv_cache_gib instead",
+            )
     if recipe.layout.orchestrator.place == "cpu-partition" and (
         profile.cpu_partition is None or profile.scheduler.type == "local"
     ):
@@ -129,11 +140,11 @@ class _Processes:
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
         if self.recipe.kind == Kind.INFERENCE:
             return (*engines, router)
+        frozen = [each for role, places in self.layout.frozen.items() for each in self._engines(role, places)]
         if self.recipe.kind == Kind.EVAL:
-            return (*engines, router, *servers, evaluator)
+            return (*engines, router, *frozen, *servers, evaluator)
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
-        teachers = self._engines(Role.TEACHER, self.layout.teachers)
-        return (*engines, router, *teachers, *servers, orchestrator, self.trainer())
+        return (*engines, router, *frozen, *servers, orchestrator, self.trainer())
 
     def trainer(self) -> ProcessPlan:
         assert self.layout.trainer is not None
@@ -151,21 +162,15 @@ class _Processes:
         )
 
     def _env_servers(self, head: Placement) -> list[ProcessPlan]:
-        environments = self.recipe.environments
-        named = [("train", each) for each in environments.train] + [
-            ("eval", each) for each in environments.eval
-        ]
-        return [
-            self._process(
-                Role.ENV_SERVER,
-                index,
-                head,
-                f"envs/{which}/{each.label}.log",
-                self.recipe.timeouts.env_server_ready_s,
-            )
-            for index, (which, each) in enumerate(named)
-            if (which == "eval" or self.recipe.kind != Kind.EVAL) and each.address is None
-        ]
+        numbers: Counter[str] = Counter()  # of servers so far, by the log of the first
+        made = []
+        for index, (which, each) in enumerate(self.recipe.environments.by_server):
+            stem = f"envs/{which}/{each.label}"
+            log = f"{stem}/{numbers[stem]}.log" if numbers[stem] else f"{stem}.log"
+            numbers[stem] += 1
+            if each.address is None and (which == "eval" or self.recipe.kind != Kind.EVAL):
+                made.append(self._process(Role.ENV_SERVER, index, head, log, self.recipe.env_server_ready_s))
+        return made
 
     def _process(
         self, role: Role, index: int, placement: Placement, log: str, ready_timeout_s: int = 0

@@ -1,12 +1,12 @@
 """Who gets which accelerators: nodes first, then GPUs (or CPU slots) inside a shared node.
 
-Order inside the allocation: inference nodes, then trainer nodes, then the teacher's. A run that fits into one node
+Order inside the allocation: inference nodes, then trainer nodes, then the teacher's, then the judge's. A run that fits into one node
 shares it; nothing is ever given twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
@@ -32,7 +32,9 @@ class Split:
     notes: tuple[str, ...]
     elastic: tuple[Placement, ...] = ()  # one per engine that has a job of its own
     cpu_node: int | None = None  # node of the CPU partition, counted after all others
-    teachers: tuple[Placement, ...] = ()  # one per engine of the teacher
+    frozen: dict[Role, tuple[Placement, ...]] = field(
+        default_factory=dict
+    )  # one per engine of a teacher, a judge
 
 
 def split(recipe: Recipe, profile: Profile) -> Split:
@@ -44,8 +46,8 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
     if needs_inference:
         _check_replica(layout, profile, "layout.inference")
-    if recipe.served_teacher is not None:
-        _check_replica(recipe.served_teacher.layout, profile, "teacher.layout")
+    for role, model in recipe.served_models.items():
+        _check_replica(model.layout, profile, f"{role.value}.layout")
     notes: list[str] = []
     elastic = _elastic(recipe, profile, notes) if layout.elastic else ()
     if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
@@ -57,7 +59,7 @@ def split(recipe: Recipe, profile: Profile) -> Split:
         raise ConfigError(
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
             mend="lower layout.inference.nodes or layout.trainer.nodes"
-            + (" or teacher.layout.replicas" if result.teachers else ""),
+            + "".join(f" or {role.value}.layout.replicas" for role in result.frozen),
         )
     result = replace(result, elastic=elastic)
     if recipe.layout.orchestrator.place != "cpu-partition" or recipe.kind == Kind.SFT:
@@ -127,22 +129,26 @@ def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, ne
     replicas = layout.inference.replicas if needs_inference else 0
     if ranks == "auto" or replicas == "auto":
         return False
-    asked = ranks + replicas * layout.inference.accelerators_per_replica + _teacher_accelerators(recipe)
+    asked = (
+        ranks
+        + replicas * layout.inference.accelerators_per_replica
+        + sum(_frozen_accelerators(recipe).values())
+    )
     return asked <= profile.accelerators_per_node
 
 
-def _teacher_accelerators(recipe: Recipe) -> int:
-    if recipe.served_teacher is None:
-        return 0
-    layout = recipe.served_teacher.layout
-    return layout.replicas * layout.accelerators_per_replica
+def _frozen_accelerators(recipe: Recipe) -> dict[Role, int]:
+    return {
+        role: model.layout.replicas * model.layout.accelerators_per_replica
+        for role, model in recipe.served_models.items()
+    }
 
 
 def _split_one_node(
     recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool, notes: list[str]
 ) -> Split:
-    taught = _teacher_accelerators(recipe)
-    total = profile.accelerators_per_node - taught
+    frozen = _frozen_accelerators(recipe)
+    total = profile.accelerators_per_node - sum(frozen.values())
     per_replica = recipe.layout.inference.accelerators_per_replica
     ranks = recipe.layout.trainer.ranks if needs_trainer else 0
     replicas = recipe.layout.inference.replicas if needs_inference else 0
@@ -158,9 +164,9 @@ def _split_one_node(
     asked = ranks + replicas * per_replica
     if asked > total:
         parts = f"{replicas} engines × {per_replica} + {ranks} trainer ranks"
-        parts += f" + {taught} of the teacher" if taught else ""
+        parts += "".join(f" + {count} of the {role.value}" for role, count in frozen.items())
         raise ConfigError(
-            f"the recipe asks for {asked + taught} accelerators ({parts}), "
+            f"the recipe asks for {asked + sum(frozen.values())} accelerators ({parts}), "
             f"the one node of profile '{profile.name}' has {profile.accelerators_per_node}",
             mend="lower layout.inference.replicas or layout.trainer.ranks, or raise node.cpu_slots of the profile"
             if profile.accelerator == "cpu"
@@ -168,13 +174,11 @@ def _split_one_node(
         )
     engines = _in_one_node(replicas, per_replica, first=0)
     trainer = _in_one_node(1, ranks, first=replicas * per_replica)[0] if ranks else None
-    teacher = recipe.served_teacher
-    teachers = (
-        _in_one_node(teacher.layout.replicas, teacher.layout.accelerators_per_replica, first=asked)
-        if teacher is not None
-        else ()
-    )
-    return Split(1, engines, trainer, head=0, notes=tuple(notes), teachers=teachers)
+    placed: dict[Role, tuple[Placement, ...]] = {}
+    for role, model in recipe.served_models.items():
+        placed[role] = _in_one_node(model.layout.replicas, model.layout.accelerators_per_replica, first=asked)
+        asked += frozen[role]
+    return Split(1, engines, trainer, head=0, notes=tuple(notes), frozen=placed)
 
 
 def _in_one_node(count: int, size: int, first: int) -> tuple[Placement, ...]:
@@ -187,9 +191,10 @@ def _split_nodes(
 ) -> Split:
     per_node = profile.accelerators_per_node
     trainer_nodes = _trainer_nodes(recipe, profile, notes) if needs_trainer else 0
-    teacher_nodes = _teacher_nodes(recipe, per_node, notes)
+    frozen_nodes = _frozen_nodes(recipe, per_node, notes)
+    others = trainer_nodes + sum(frozen_nodes.values())
     inference_nodes, replicas = (
-        _inference_nodes(recipe, profile, trainer_nodes + teacher_nodes, notes) if needs_inference else (0, 0)
+        _inference_nodes(recipe, profile, others, notes) if needs_inference else (0, 0)
     )
     size = recipe.layout.inference.accelerators_per_replica
     engines = _place_replicas(replicas, size, range(inference_nodes), per_node)
@@ -205,23 +210,24 @@ def _split_nodes(
         nodes = tuple(range(inference_nodes, inference_nodes + trainer_nodes))
         trainer = Placement(nodes, tuple(range(per_trainer_node)))
     head = inference_nodes if recipe.layout.orchestrator.place == "trainer" and trainer_nodes else 0
-    num_nodes = inference_nodes + trainer_nodes + teacher_nodes
-    teachers: tuple[Placement, ...] = ()
-    if (teacher := recipe.served_teacher) is not None:
-        size, nodes = teacher.layout.accelerators_per_replica, range(num_nodes - teacher_nodes, num_nodes)
-        teachers = _place_replicas(teacher.layout.replicas, size, nodes, per_node)
-    return Split(num_nodes, engines, trainer, head, tuple(notes), teachers=teachers)
+    num_nodes = inference_nodes + trainer_nodes
+    frozen: dict[Role, tuple[Placement, ...]] = {}
+    for role, model in recipe.served_models.items():
+        nodes = range(num_nodes, num_nodes + frozen_nodes[role])
+        size, num_nodes = model.layout.accelerators_per_replica, nodes.stop
+        frozen[role] = _place_replicas(model.layout.replicas, size, nodes, per_node)
+    return Split(num_nodes, engines, trainer, head, tuple(notes), frozen=frozen)
 
 
-def _teacher_nodes(recipe: Recipe, per_node: int, notes: list[str]) -> int:
-    """Nodes of its own, as few as its engines need."""
-    if recipe.served_teacher is None:
-        return 0
-    layout = recipe.served_teacher.layout
-    size = layout.accelerators_per_replica
-    span, together = max(1, size // per_node), max(1, per_node // size)
-    nodes = -(-layout.replicas // together) * span
-    notes.append(f"teacher: {nodes} nodes of its own for {layout.replicas} engines")
+def _frozen_nodes(recipe: Recipe, per_node: int, notes: list[str]) -> dict[Role, int]:
+    """Nodes of their own for teacher and judge, as few as their engines need."""
+    nodes: dict[Role, int] = {}
+    for role, model in recipe.served_models.items():
+        layout = model.layout
+        size = layout.accelerators_per_replica
+        span, together = max(1, size // per_node), max(1, per_node // size)
+        nodes[role] = -(-layout.replicas // together) * span
+        notes.append(f"{role.value}: {nodes[role]} nodes of its own for {layout.replicas} engines")
     return nodes
 
 
@@ -235,14 +241,15 @@ def _trainer_nodes(recipe: Recipe, profile: Profile, notes: list[str]) -> int:
 
 
 def _inference_nodes(recipe: Recipe, profile: Profile, other_nodes: int, notes: list[str]) -> tuple[int, int]:
-    """(nodes, replicas); ``other_nodes``: those of trainer and teacher."""
+    """(nodes, replicas); ``other_nodes``: those of trainer, teacher and judge."""
     layout = recipe.layout.inference
     per_node, size = profile.accelerators_per_node, layout.accelerators_per_replica
     span, together = max(1, size // per_node), max(1, per_node // size)  # `together` engines on `span` nodes
     if layout.nodes == "auto":
         if layout.replicas == "auto":
             nodes = max(span, (profile.work_nodes - other_nodes) // span * span)
-            others = "trainer and teacher" if recipe.served_teacher else "the trainer"
+            roles = [role.value for role in recipe.served_models]
+            others = " and ".join(["trainer", *roles]) if roles else "the trainer"
             notes.append(f"layout.inference.nodes: {nodes}, all that {others}'s {other_nodes} leave")
         else:
             nodes = -(-layout.replicas // together) * span

@@ -83,9 +83,9 @@ class PhasePlan(Block):
         context = self.recipe.layout.trainer.context_parallel
         return world if context == "auto" else world // context  # a plan has a number there
 
-    def for_teacher(self) -> PhasePlan:
-        """The phase as the teacher's engines see it: its model is theirs."""
-        recipe = self.recipe.for_teacher()
+    def for_frozen(self, role: Role) -> PhasePlan:
+        """The phase as the engines of a teacher or judge see it: its model is theirs."""
+        recipe = self.recipe.for_frozen(role)
         return self.model_copy(update={"recipe": recipe, "model_path": recipe.model.name})
 
     def of_role(self, role: Role) -> tuple[ProcessPlan, ...]:
@@ -130,6 +130,8 @@ class Plan(Block):
     nodes: tuple[NodePlan, ...]
     spare_nodes: int = 0
     """Asked for beyond ``nodes``, to stand in for bad and lost ones."""
+    signal_margin_s: int | None = None
+    """The run is asked to save at the latest so long before its walltime; None where there is none."""
     preflight: PreflightPlan | None = None
     phases: tuple[PhasePlan, ...]
     notes: tuple[str, ...] = ()

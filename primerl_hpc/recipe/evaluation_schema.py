@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from primerl_hpc.common import env
 from primerl_hpc.common.block import Block, Bool, PositiveInt
 from primerl_hpc.common.errors import ConfigError
 
+BaseUrl = Annotated[
+    str, Field(pattern=r"^https?://[^\s/]\S*$"), AfterValidator(lambda address: address.rstrip("/"))
+]
+"""Address of an OpenAI-compatible API, usually ending in ``/v1``; kept without a slash at its end."""
+
 
 class External(Block):
     """A model behind an OpenAI-compatible server that somebody else runs; ``model.name`` is what it is asked for."""
 
-    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]")]
+    base_url: BaseUrl
     """Address of its API, usually ending in ``/v1``."""
     key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "OPENAI_API_KEY"
     """Environment variable that holds the API key when the job runs; the key itself is written nowhere."""
@@ -80,4 +85,4 @@ class Evaluation(Block):
         return base + [version for version in there if version % self.every == 0 or version in last]
 
 
-__all__ = ["Evaluation", "External"]
+__all__ = ["BaseUrl", "Evaluation", "External"]

@@ -1,4 +1,4 @@
-"""Blocks of the recipe about what runs where: engines of the policy and of a teacher, trainer, orchestrator."""
+"""Blocks of the recipe about what runs where: engines of the policy, of a teacher and of a judge, trainer, orchestrator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class InferenceLayout(EngineLayout):
         return self
 
 
-class TeacherLayout(EngineLayout):
+class FrozenLayout(EngineLayout):
     replicas: PositiveInt = 1
     """Engines; requests go to them in turn."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import Model
+from primerl_hpc.recipe.model_schema import Model
 
 OURS = {"chatml": "primerl_hpc.common.chatml.ChatMLRenderer"}
 

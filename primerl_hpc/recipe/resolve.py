@@ -32,9 +32,9 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
     changes: dict[str, object] = {}
     if not recipe.is_external:
         changes["model"] = _resolve_model(recipe.model, document, folder, ("model",))
-    if (teacher := recipe.served_teacher) is not None:
-        model = _resolve_model(teacher.model, document, folder, ("teacher", "model"))
-        changes["teacher"] = teacher.model_copy(update={"model": model})
+    for role, frozen in recipe.served_models.items():
+        model = _resolve_model(frozen.model, document, folder, (role.value, "model"))
+        changes[role.value] = frozen.model_copy(update={"model": model})
     if recipe.evaluation is not None and recipe.evaluation.weights is not None:
         evaluation = _resolve_evaluation(recipe.evaluation, document, folder)
         changes |= {"evaluation": evaluation, "lora": _adapters_in(evaluation, recipe.lora, document)}

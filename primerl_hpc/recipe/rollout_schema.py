@@ -47,12 +47,20 @@ class Environment(Block):
     """Fields of the verifiers environment config beyond the taskset, e.g. ``{agent: {max_turns: 4}}``."""
     address: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+")] | None = None
     """A verifiers environment server that you run yourself, e.g. ``tcp://host:5000``; default: the run starts its own. It must have the engines' key in its variable PRIMERL_ENGINE_API_KEY."""
+    servers: PositiveInt = 1
+    """Processes that serve it; episodes go to the one with the fewest. One is a core's worth: about a hundred short episodes a second."""
     max_concurrent: PositiveInt | None = None
     """Most episodes in flight in this environment."""
     tasks_per_minute: PositiveFloat | None = None
     """Most episodes begun per minute, for environments behind a service that counts."""
     timeout_s: PositiveFloat = 600.0
     """One rollout longer than this is cancelled and counted as an error."""
+
+    @model_validator(mode="after")
+    def _an_address_is_one_server(self) -> Self:
+        if self.address is not None and self.servers != 1:
+            raise ValueError("servers are those that the run starts, and there is an address")
+        return self
 
     @property
     def label(self) -> str:
@@ -97,6 +105,12 @@ class Environments(Block):
                 if labels.count(label) > 1:
                     raise ValueError(f"two environments are called {label!r}; give one of them a 'name'")
         return self
+
+    @property
+    def by_server(self) -> list[tuple[str, Environment]]:
+        """(split, environment) of each environment server, in the order of their indices: train first, then eval."""
+        every = [*(("train", each) for each in self.train), *(("eval", each) for each in self.eval)]
+        return [(split, each) for split, each in every for _ in range(each.servers)]
 
 
 class AdaptiveConcurrency(Block):

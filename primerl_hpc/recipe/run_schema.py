@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from primerl_hpc.common.block import Block, Bool, PositiveInt
 
 
@@ -29,8 +33,8 @@ class Timeouts(Block):
     """One engine's load of one policy version."""
     stall_s: PositiveInt = 3600
     """Supervisor: for the next finished rollout or step, or ten times the longest wait so far where that is longer. Then the role that holds the run up writes down its stacks and is ended like one that died."""
-    health_s: PositiveInt = 300
-    """For an engine, the router, the teacher or an environment server that answers nobody, and an engine that makes no token of its requests. Then it is started again."""
+    health_s: Annotated[int, Field(ge=10)] = 300
+    """For an engine, the router, the teacher, the judge or an environment server that answers nobody, and an engine that makes no token of its requests. Then it is started again. On a busy machine a working server may be silent for seconds."""
     distributed_s: PositiveInt = 3600
     """A collective of the trainer."""
     trainer_hang_s: PositiveInt = 1200

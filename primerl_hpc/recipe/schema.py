@@ -1,33 +1,29 @@
 """The recipe: *what* to train, one path per setting.
 
-`Recipe` mirrors the YAML top to bottom. Blocks about the run as a whole are in ``run_schema.py``, about what runs where in
-``layout_schema.py``, about rollouts in ``rollout_schema.py`` and ``algorithm_schema.py``, about the optimizer, losses, data
-and checkpoints in ``training_schema.py``. Values that several roles need are written once and read from here by all of
-them. Derived values are properties.
+`Recipe` mirrors the YAML top to bottom. Blocks about the run as a whole are in ``run_schema.py``, about models in
+``model_schema.py``, about what runs where in ``layout_schema.py``, about rollouts in ``rollout_schema.py`` and
+``algorithm_schema.py``, about the optimizer, losses, data and checkpoints in ``training_schema.py``. Values that several
+roles need are written once and read from here by all of them. Derived values are properties.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from primerl_hpc.common.block import (
-    Auto,
     Block,
-    Bool,
-    Fraction,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
-    Scalar,
     Variables,
 )
-from primerl_hpc.common.names import Kind, is_valid_name
+from primerl_hpc.common.names import Kind, Role, is_valid_name
 from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.algorithm_schema import GRPO, NEED_TEACHER, SCORED, Algorithm
 from primerl_hpc.recipe.evaluation_schema import Evaluation
-from primerl_hpc.recipe.layout_schema import InferenceLayout, Layout, TeacherLayout
+from primerl_hpc.recipe.layout_schema import InferenceLayout, Layout
+from primerl_hpc.recipe.model_schema import FrozenModel, Inference, Judge, Model, Teacher
 from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment, Rollouts
 from primerl_hpc.recipe.run_schema import Recovery, Timeouts, Tracking
 from primerl_hpc.recipe.sft_schema import SFT
@@ -46,73 +42,6 @@ from primerl_hpc.recipe.training_schema import (
 )
 
 MAX_SERVED_RANK = 512  # vLLM 0.31's largest --max-lora-rank
-
-
-class Renderer(Block):
-    """How messages become tokens and back (package ``renderers``), on the rollout side and in SFT alike."""
-
-    name: str = "auto"
-    """Renderer family (qwen3, llama-3, gpt-oss, …); ``chatml`` is ours; ``auto`` looks the model's hub name up and is refused where it finds nothing, because a guessed renderer silently breaks multi-turn training."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """More fields of that renderer's own config, e.g. ``{thinking_retention: all}`` for multi-turn Qwen3."""
-
-
-class Model(Block):
-    name: str
-    """Hub id, or a folder with config.json, safetensors and tokenizer. A relative folder is seen from where you submit."""
-    tokenizer: str | None = None
-    """Hub id or folder of the tokenizer; default: the model's."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights that are exported, and that engines compute in."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Trainer's attention; ``auto``: flash attention where installed on a GPU, else sdpa."""
-    renderer: Renderer = Renderer()
-    trust_remote_code: Bool = False
-    """Run modelling code that comes with the model."""
-
-
-class Inference(Block):
-    """Settings of the vLLM engines."""
-
-    max_model_len: Auto | PositiveInt = "auto"
-    """Longest prompt + completion in tokens; ``auto``: seq_len."""
-    gpu_memory_utilization: Fraction = 0.9
-    """Share of a GPU's memory that an engine may take."""
-    kv_cache_gib: PositiveFloat | None = None
-    """Size of the KV cache per engine rank in GiB instead of a share; on CPU the default is 1."""
-    enforce_eager: Auto | Bool = "auto"
-    """No graph capture; ``auto``: on CPU only."""
-    recompute_kv_on_update: Bool = False
-    """After a weight update recompute the KV cache of requests in flight instead of keeping the stale one."""
-    extra_args: dict[str, Scalar] = Field(default_factory=dict)
-    """More vLLM engine arguments, by their command-line name without dashes: ``{max-num-seqs: 64}``."""
-
-
-class Teacher(Block):
-    """A frozen model for algorithms opd and sft_distill, served by engines that the run starts, or by anybody at ``url``."""
-
-    model: Model
-    """What the engines serve; behind a ``url`` only ``name`` counts, the model's name there."""
-    url: Annotated[str, Field(pattern=r"^https?://\S+[^/]$")] | None = None
-    """An OpenAI-compatible server, up to and with ``/v1``; default: engines of the run's own. opd needs vLLM there."""
-    key_variable: str | None = None
-    """Variable that holds the key of ``url``, read at run time; default: no key."""
-    layout: TeacherLayout = TeacherLayout()
-    """The run's own engines, on accelerators after the trainer's."""
-    inference: Inference = Inference()
-    """Settings of the run's own engines; ``max_model_len: auto`` is seq_len + 1, for vLLM samples one token where it scores."""
-    timeout_s: PositiveFloat = 120.0
-    """One request of the orchestrator."""
-    max_concurrent: PositiveInt = 64
-    """Most requests of the orchestrator at a time (opd)."""
-
-    @model_validator(mode="after")
-    def _own_engines_or_an_address(self) -> Self:
-        if self.url is None and self.key_variable is not None:
-            raise ValueError("key_variable belongs to a url; the run's own engines have the run's key")
-        if self.url is not None and (self.layout != TeacherLayout() or self.inference != Inference()):
-            raise ValueError("layout and inference are of engines that the run starts, and there is a url")
-        return self
 
 
 class Recipe(Block):
@@ -135,6 +64,8 @@ class Recipe(Block):
     """How rewards become advantages; an environment may have its own."""
     teacher: Teacher | None = None
     """Whom algorithms opd and sft_distill learn from."""
+    judge: Judge | None = None
+    """kinds rl and eval: whom the environments' judges ask."""
     loss: Loss = DPPOLoss()
     optimizer: Optimizer = AdamW()
     scheduler: Scheduler = Constant()
@@ -272,11 +203,30 @@ class Recipe(Block):
             )
         return self
 
+    @model_validator(mode="after")
+    def _judge_has_a_place(self) -> Self:
+        if self.judge is not None and self.kind not in (Kind.RL, Kind.EVAL):
+            raise ValueError(f"judge belongs to kinds rl and eval: a run of kind {self.kind} has no rollouts")
+        if self.is_external and Role.JUDGE in self.served_models:
+            raise ValueError("a run of evaluation.external starts no engines: give its judge a base_url")
+        return self
+
     @property
-    def served_teacher(self) -> Teacher | None:
-        """The teacher that the run itself serves."""
-        is_ours = self.kind == Kind.RL and self.teacher is not None and self.teacher.url is None
-        return self.teacher if is_ours else None
+    def served_models(self) -> dict[Role, FrozenModel]:
+        """Frozen models that the run itself serves, by the role of their engines."""
+        models = {Role.TEACHER: self.teacher, Role.JUDGE: self.judge}
+        kinds = {Role.TEACHER: (Kind.RL,), Role.JUDGE: (Kind.RL, Kind.EVAL)}
+        return {
+            role: model
+            for role, model in models.items()
+            if model is not None and model.base_url is None and self.kind in kinds[role]
+        }
+
+    @property
+    def env_server_ready_s(self) -> int:
+        """An environment server waits for the judge first."""
+        judge_s = self.timeouts.inference_ready_s if Role.JUDGE in self.served_models else 0
+        return self.timeouts.env_server_ready_s + judge_s
 
     @property
     def algorithms(self) -> list[Algorithm]:
@@ -314,6 +264,7 @@ class Recipe(Block):
                 "weights": self.weights.model_copy(update={"interval": None}),
                 "lora": None,
                 "warmup": None,
+                "judge": None,
             }
         )
 
@@ -322,16 +273,17 @@ class Recipe(Block):
         """Whether the model that is evaluated is served by somebody else."""
         return self.evaluation is not None and self.evaluation.external is not None
 
-    def for_teacher(self) -> Recipe:
-        """What the teacher's engines serve, in the place of the policy."""
-        assert self.teacher is not None
-        inference = self.teacher.inference
+    def for_frozen(self, role: Role) -> Recipe:
+        """What the engines of a teacher or judge serve, in the place of the policy."""
+        frozen = self.served_models[role]
+        inference = frozen.inference
         if inference.max_model_len == "auto":
-            inference = inference.model_copy(update={"max_model_len": self.seq_len + 1})
-        layout = InferenceLayout.model_validate(self.teacher.layout.model_dump())
+            longest = self.seq_len + 1 if role == Role.TEACHER else 2 * self.max_model_len
+            inference = inference.model_copy(update={"max_model_len": longest})
+        layout = InferenceLayout.model_validate(frozen.layout.model_dump())
         return self.model_copy(
             update={
-                "model": self.teacher.model,
+                "model": frozen.model,
                 "inference": inference,
                 "layout": Layout(inference=layout),
                 "lora": None,

@@ -75,11 +75,14 @@ def _open_file(path: Path) -> Rows:
 
 def _open_hub(config: SFTData) -> Rows:
     import datasets
+    from huggingface_hub.errors import HfHubHTTPError
 
+    missing = (datasets.exceptions.DatasetNotFoundError, HfHubHTTPError, ConnectionError, ValueError)
     try:
         table = datasets.load_dataset(config.path, config.subset, split=config.split)
-    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, ValueError) as error:
-        raise NotFoundError(f"no dataset '{config.path}' here or on the hub ({error})") from error
+    except missing as error:
+        why = " ".join(str(error).split())
+        raise NotFoundError(f"no dataset '{config.path}' here or on the hub ({why})") from error
     return TableRows(config.path, table)
 
 

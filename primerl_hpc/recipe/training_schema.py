@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -72,8 +72,18 @@ class CISPOLoss(Block):
     kl_tau: NonNegativeFloat = 0.0
 
 
+class CustomLoss(Block):
+    """A function of yours, tried on a few made-up tokens before the first step."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """``package.module:function``: gets the tokens of a forward (`trainer.losses.LossInputs`), returns the loss of each, or a `TokenLoss`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments of the function."""
+
+
 Loss = Annotated[
-    Annotated[DPPOLoss | IPOLoss | GRPOLoss | GSPOLoss | CISPOLoss, Field(discriminator="type")],
+    Annotated[DPPOLoss | IPOLoss | GRPOLoss | GSPOLoss | CISPOLoss | CustomLoss, Field(discriminator="type")],
     default_type("dppo"),
 ]
 
@@ -267,6 +277,7 @@ __all__ = [
     "Checkpoint",
     "Constant",
     "Cosine",
+    "CustomLoss",
     "DPPOLoss",
     "Fork",
     "GRPOLoss",

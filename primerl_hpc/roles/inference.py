@@ -6,6 +6,7 @@ import os
 import sys
 
 from primerl_hpc.common import env
+from primerl_hpc.common.names import Role
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
@@ -20,6 +21,13 @@ def main(argv: list[str]) -> int:
 
 def _serve(role: RoleProcess) -> None:
     serve_engine(role, role.phase)
+
+
+def serve_frozen(kind: Role, argv: list[str]) -> int:
+    """One engine of the teacher or judge."""
+    return start_role(
+        kind.value, argv, lambda role: serve_engine(role, role.phase.for_frozen(kind), is_frozen=True)
+    )
 
 
 def serve_engine(role: RoleProcess, phase: PhasePlan, *, is_frozen: bool = False) -> None:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from primerl_hpc.roles.inference import serve_engine
-from primerl_hpc.roles.start import RoleProcess, start_role
+from primerl_hpc.common.names import Role
+from primerl_hpc.roles.inference import serve_frozen
 
 
 def main(argv: list[str]) -> int:
-    return start_role("teacher", argv, _serve)
-
-
-def _serve(role: RoleProcess) -> None:
-    serve_engine(role, role.phase.for_teacher(), is_frozen=True)
+    return serve_frozen(Role.TEACHER, argv)
 
 
 if __name__ == "__main__":  # vLLM's processes are spawned and import this module again

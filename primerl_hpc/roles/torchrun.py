@@ -28,6 +28,7 @@ def run_torchrun(arguments: list[str], module: str = "primerl_hpc.trainer.main")
         clear_endings(root, name)
         if plan.phase(phase).recipe.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it at every call
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         command = torchrun_command(root, process, rendezvous(root, process))

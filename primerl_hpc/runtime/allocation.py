@@ -1,7 +1,7 @@
 """What SLURM gave this job: hosts in order, CPUs of a node, and when it takes them back. Read once, from the batch process.
 
-Facts that shaped it: SLURM_JOB_END_TIME exists since 23.02, before that one `squeue` tells; SLURM_JOB_CPUS_PER_NODE
-reads ``64(x4)`` or ``64,32(x3)``.
+Facts that shaped it: SLURM_JOB_END_TIME exists since 23.02 and tells the end that was planned at the start, while
+`squeue` knows a limit that was changed since; SLURM_JOB_CPUS_PER_NODE reads ``64(x4)`` or ``64,32(x3)``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.plan.types import Plan
+
+ANSWER_S = 10.0
+"""For a question that must not hold up a save."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,12 @@ async def came_together(allocation: Allocation) -> bool:
 
 async def seconds_left(job_id: str) -> float | None:
     """Until the walltime ends the job; None without a limit, or when SLURM does not say."""
-    if end := os.environ.get("SLURM_JOB_END_TIME"):
+    question = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
+    code, said = await run_slurm(*question, timeout_s=ANSWER_S)
+    left = parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
+    if left is None and code != 0 and (end := os.environ.get("SLURM_JOB_END_TIME")):
         return float(end) - time.time()
-    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
-    return parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
+    return left
 
 
 def parse_time_left(text: str) -> float | None:
@@ -164,14 +169,21 @@ def parse_time_left(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-async def run_slurm(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and everything a SLURM command printed. ``environment``: default, this process's own."""
+async def run_slurm(
+    *command: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> tuple[int, str]:
+    """Exit code (124: no answer in time) and everything a SLURM command printed. ``environment``: default, our own."""
     try:
         child = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
         )
     except OSError as error:
         return 127, str(error)
-    output, _ = await child.communicate()
+    try:
+        output, _ = await asyncio.wait_for(child.communicate(), timeout_s)
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+        return 124, f"{command[0]} did not answer within {timeout_s} s"
     # not strip(): it would take the separator behind an empty last field for white space
     return child.returncode or 0, output.decode(errors="replace").strip(" \n")

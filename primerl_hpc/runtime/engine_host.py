@@ -26,11 +26,13 @@ from primerl_hpc.common.names import Role, RunState, process_name
 from primerl_hpc.common.rundir import RunDir, forget_endpoints, read_endpoint
 from primerl_hpc.common.slurm import is_job_over
 from primerl_hpc.plan.types import PhasePlan, load_plan
+from primerl_hpc.runtime.allocation import seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import requeue
 from primerl_hpc.runtime.steps import Launch
+from primerl_hpc.runtime.walltime import LOOK_AGAIN_S, RESERVE_S
 
 POLL_S = 0.5
 TOUCH_EVERY_S = 2.0
@@ -58,7 +60,7 @@ class EngineHost:
         self.leaving: int | None = None
         self.restart_at, self.ready_by = 0.0, math.inf
         self.started_at = time.monotonic()
-        self.touched_at = self.asked_at = 0.0
+        self.touched_at = self.asked_at = self.next_look_at_walltime = 0.0
         self.lock_touched, self.lock_seen_at = 0.0, self.started_at
 
     async def run(self) -> ExitCode:
@@ -75,6 +77,8 @@ class EngineHost:
                 if self.waiter is not None and self.waiter.done() and not self._goes_on(policy):
                     return ExitCode.FAILED
                 await self._look_after()
+                if await self._is_time_over():
+                    self._on_signal(signal.SIGUSR2)
                 await asyncio.sleep(POLL_S)
         finally:
             await self._end()
@@ -176,6 +180,16 @@ class EngineHost:
         if touched != self.lock_touched:
             self.lock_touched, self.lock_seen_at = touched, time.monotonic()
         return time.monotonic() - self.lock_seen_at > QUIET_S
+
+    async def _is_time_over(self) -> bool:
+        """SLURM's warning is lost where it came before this process, and the limit of a job may be changed."""
+        job, now = os.environ.get("SLURM_JOB_ID"), time.monotonic()
+        if job is None or now < self.next_look_at_walltime:
+            return False
+        left_s = await seconds_left(job)
+        rest_s = math.inf if left_s is None else left_s - RESERVE_S
+        self.next_look_at_walltime = now + min(rest_s, LOOK_AGAIN_S)
+        return rest_s <= 0
 
     def _on_signal(self, number: int) -> None:
         self.leaving = self.leaving or number

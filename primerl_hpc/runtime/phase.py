@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import time
@@ -26,7 +27,9 @@ from primerl_hpc.runtime.failures import (
     write_failure,
 )
 from primerl_hpc.runtime.policy import Action, Decision, PhasePolicy
+from primerl_hpc.runtime.requeue import WALLTIME
 from primerl_hpc.runtime.steps import ExitStatus, Launch, Step
+from primerl_hpc.runtime.walltime import RESERVE_S, WalltimeWatch
 from primerl_hpc.runtime.watchdog import HealthWatch, StallClock, suspect
 
 if TYPE_CHECKING:
@@ -36,9 +39,7 @@ POLL_S = 0.25
 TERM_BUDGET_S = 20.0
 """After SIGTERM a scheduler kills within its KillWait (30 s by default); a save must fit in this."""
 STOP_BUDGET_S = 600.0
-"""A requested stop that takes longer ends without a save."""
-LAST_S = 30.0
-"""Of the walltime, kept for the teardown and for going back into the queue."""
+"""A requested stop that takes longer, and longer than step and save are known to take, ends without a save."""
 LOOK_EVERY_S = 1.0
 """Between two looks at what hangs, each some questions to a shared filesystem."""
 STACKS_S = 1.0
@@ -83,8 +84,9 @@ class PhaseRun:
         self.running = {process.name: Running(process) for process in phase.processes}
         self.elastic = ElasticEngines(self.run_dir, [process.name for process in phase.elastic])
         self.stop_deadline: float | None = None
+        self.walltime = WalltimeWatch(supervisor, phase)
         self.stall = StallClock(phase.recipe.timeouts.stall_s, time.monotonic())
-        asked = (Role.INFERENCE, Role.ROUTER, Role.TEACHER)
+        asked = (Role.INFERENCE, Role.ROUTER, Role.TEACHER, Role.JUDGE)
         servers = [each.name for each in phase.processes if each.role in asked]
         self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
         self.next_look = 0.0
@@ -159,6 +161,8 @@ class PhaseRun:
             if time.monotonic() >= self.next_look:
                 self.next_look = time.monotonic() + LOOK_EVERY_S
                 await self._look_at_progress()
+                if self.stop_deadline is None and await self.walltime.is_due():
+                    self._ask_to_stop(WALLTIME)
             if end := self._look_at_requests():
                 return end
 
@@ -324,21 +328,24 @@ class PhaseRun:
 
     def on_signal(self, number: int) -> None:
         if number == signal.SIGUSR2:
-            budget_s = self.supervisor.seconds_left() - LAST_S
+            self._ask_to_stop(WALLTIME)
         elif self.is_being_taken:
             self.is_now = True
-            return
         else:
-            self.is_being_taken, budget_s = True, TERM_BUDGET_S
+            self.is_being_taken = True
+            self._ask_to_stop(signal.Signals(number).name, TERM_BUDGET_S)
+
+    def _ask_to_stop(self, reason: str, budget_s: float = math.inf) -> None:
         if self.stop_deadline is None:
-            request = {"reason": signal.Signals(number).name}
+            request = {"reason": reason}
             self.supervisor.write(lambda: write_json(self.run_dir.stop_request, request), is_vital=True)
-        self._begin_stop(max(TERM_BUDGET_S, min(budget_s, STOP_BUDGET_S)))
+        self._begin_stop(reason, budget_s)
 
     def _look_at_requests(self) -> PhaseEnd | None:
-        if self.stop_deadline is None and is_there(self.run_dir.stop_request):
-            self._begin_stop(STOP_BUDGET_S)
-        request = read_json_or_none(self.run_dir.stop_request) or {} if self.stop_deadline else {}
+        is_new = self.stop_deadline is None and is_there(self.run_dir.stop_request)
+        request = read_json_or_none(self.run_dir.stop_request) or {} if is_new or self.stop_deadline else {}
+        if is_new:
+            self._begin_stop(request.get("reason"), max(STOP_BUDGET_S, self.walltime.deadline.need_s))
         if self.is_now or request.get("now"):
             return PhaseEnd.ABANDONED
         if self.stop_deadline is not None and not self._can_save():
@@ -350,11 +357,18 @@ class PhaseRun:
             return PhaseEnd.ABANDONED
         return None
 
-    def _begin_stop(self, budget_s: float) -> None:
+    def _begin_stop(self, reason: str | None, budget_s: float) -> None:
+        """Give the save so much time, but none that the end of the job needs."""
+        budget_s = min(budget_s, max(TERM_BUDGET_S, self.supervisor.seconds_left() - RESERVE_S))
+        budget_s = budget_s if math.isfinite(budget_s) else STOP_BUDGET_S
         deadline = time.monotonic() + budget_s
-        self.stop_deadline = deadline if self.stop_deadline is None else min(self.stop_deadline, deadline)
+        if self.stop_deadline is not None:
+            self.stop_deadline = min(self.stop_deadline, deadline)
+            return
+        self.stop_deadline = deadline
         self.supervisor.set_stopping()
-        self.supervisor.record("stop_requested", budget_s=budget_s)
+        told = {"reason": reason, "budget_s": round(budget_s), **self.walltime.words()}
+        self.supervisor.record("stop_requested", **told)
 
     def _is_recovering(self) -> bool:
         return any(

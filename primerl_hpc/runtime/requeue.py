@@ -1,7 +1,8 @@
 """Back into the queue after a save: when that is right, and how.
 
-SLURM's walltime warning reaches the supervisor as SIGUSR2. A preemption reaches the steps alone (their guards make the
-stop request), and the batch process only when the grace is over. A cancelled job gets SIGTERM everywhere.
+SLURM's walltime warning reaches the supervisor as SIGUSR2, unless it sees the walltime coming itself (`walltime.py`). A
+preemption reaches the steps alone (their guards make the stop request), and the batch process only when the grace is
+over. A cancelled job gets SIGTERM everywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from primerl_hpc.runtime.allocation import run_slurm
 
+WALLTIME = "walltime"
+"""The reason in control/stop of a run that must save before its job ends, whoever saw it first."""
 EXCLUDE_TRIES, EXCLUDE_PAUSE_S = 20, 0.2
 
 
@@ -27,11 +30,11 @@ def why_not_again(
     if signal.SIGTERM in signals or signal.SIGINT in signals:
         if not is_followed or request.get("reason") == "cancel":
             return ""  # cancelled; or SLURM itself requeues
-        if signal.SIGUSR2 not in signals:
+        if request.get("reason") != WALLTIME:
             return None  # this link was cancelled, not the run
     if request.get("reason") == "scheduler":
         return None  # preempted: through no fault of its own, however short it was
-    if request.get("reason") != signal.SIGUSR2.name:
+    if request.get("reason") != WALLTIME:
         return ""
     if not progressed:
         return "the walltime ended before a new checkpoint: another attempt would end the same way"

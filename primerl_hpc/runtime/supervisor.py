@@ -40,6 +40,8 @@ from primerl_hpc.runtime.srun_step import SrunStep
 from primerl_hpc.runtime.steps import Launch, Step
 from primerl_hpc.runtime.succession import Succession
 
+HANDLED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
 log = setup_logging("supervisor")
 
 
@@ -56,7 +58,8 @@ class Supervisor:
         self.nodes: Nodes | None = None
         self.nodes_before: dict[str, Any] = earlier.get("nodes") or {}
         self.succession = Succession(self)
-        self.ends_at: float | None = None  # on the monotonic clock: when the walltime is over
+        self.ends_at = math.inf  # on the monotonic clock: when the walltime is over
+        self.slowest_save_s: float | None = earlier.get("slowest_save_s")
         self.resumed_from = 0
         self.has_finished_a_phase = False
         self.signals: set[int] = set()
@@ -90,6 +93,8 @@ class Supervisor:
             self._end_strays()
             self.reserve.release()
             self.lock.release()
+            # one that comes now finds a loop that is being closed; how we end is decided
+            signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
     async def _run_phases(self) -> ExitCode:
         for phase in self.plan.phases:
@@ -120,14 +125,14 @@ class Supervisor:
         self.state["message"] = reason or None
         if end == PhaseEnd.ABANDONED and self.current is not None and self.current.is_out_of_nodes:
             return self._fail(reason)
-        if end == PhaseEnd.STOPPED:
-            self.set_state(RunState.STOPPED)
-            self._event("run_stopped")
-            return ExitCode.STOPPED
-        if end == PhaseEnd.ABANDONED:
+        if end == PhaseEnd.ABANDONED and not reason:  # people asked for it
             self.set_state(RunState.CANCELLED)
             self._event("run_cancelled")
             return ExitCode.PREEMPTED
+        if end in (PhaseEnd.STOPPED, PhaseEnd.ABANDONED):
+            self.set_state(RunState.STOPPED)
+            self._event("run_stopped")
+            return ExitCode.STOPPED if end == PhaseEnd.STOPPED else ExitCode.PREEMPTED
         return self._fail(reason)
 
     def _fail(self, reason: str = "") -> ExitCode:
@@ -219,9 +224,7 @@ class Supervisor:
         allocation = read_allocation(self.plan)
         self.nodes = Nodes(self, allocation, self.nodes_before)
         self.set_nodes(allocation.hosts, self.nodes.as_state())
-        left = await seconds_left(allocation.job_id)
-        self.ends_at = None if left is None else time.monotonic() + left
-        self.state["ends_at"] = None if left is None else round(time.time() + left)
+        await self.look_at_walltime()
 
     async def _drop_waiting_engines(self) -> None:
         """Engines that run see the end of the run themselves; those still in the queue would start for nothing.
@@ -236,8 +239,16 @@ class Supervisor:
         ):
             await run_slurm("scancel", "--state=PENDING", engines)
 
+    async def look_at_walltime(self) -> None:
+        """Read when the job ends; it may have been given more time since the last look."""
+        assert self.nodes is not None
+        if (left := await seconds_left(self.nodes.allocation.job_id)) is not None:
+            self.ends_at = time.monotonic() + left
+            self.set_state(RunState(self.state["state"]), ends_at=round(time.time() + left))
+
     def seconds_left(self) -> float:
-        return math.inf if self.ends_at is None else self.ends_at - time.monotonic()
+        """Until the walltime; infinite without one."""
+        return self.ends_at - time.monotonic()
 
     def set_process(self, name: str, **values: Any) -> None:
         self.state["processes"].setdefault(name, {}).update(values)
@@ -250,6 +261,7 @@ class Supervisor:
 
     def set_state(self, state: RunState, **values: Any) -> None:
         self.state.update(state=state.value, updated=round(time.time(), 3), **values)
+        self.state["slowest_save_s"] = self.slowest_save_s
         self.write(lambda: write_json(self.run_dir.state, self.state))
 
     def write(self, write: Callable[[], object], *, is_vital: bool = False) -> None:
@@ -283,7 +295,7 @@ class Supervisor:
     def _install_signal_handlers(self) -> None:
         """USR2: the walltime is near, save. TERM: save if it can be quick. A second TERM or INT: end now."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        for number in HANDLED:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal went away; the run stays
 

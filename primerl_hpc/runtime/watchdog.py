@@ -52,15 +52,29 @@ def suspect(kind: Kind, last_batch: int, last_step: int) -> str:
     return process_name(Role.TRAINER if last_batch > last_step else Role.ORCHESTRATOR, 0)
 
 
+@dataclass(frozen=True)
+class _Silence:
+    url: str
+    since: float
+    """When the first question without an answer was asked."""
+    until: float
+    """When the last one was given up."""
+
+
 class HealthWatch:
-    """Asks published HTTP servers of a phase again and again; `is_hung` says whether one was silent for too long."""
+    """Asks published HTTP servers of a phase again and again; `is_hung` says whether one was silent for too long.
+
+    That is two questions without an answer at least, the first of them more than ``limit_s`` before the last one's end: a server
+    that was late once is none that hangs.
+    """
 
     def __init__(self, run: RunDir, processes: list[str], limit_s: float) -> None:
         self.run, self.processes, self.limit_s = run, processes, limit_s
-        self._silent: dict[str, tuple[str, float]] = {}  # url and since when
+        self._silent: dict[str, _Silence] = {}
 
     def is_hung(self, process: str) -> bool:
-        return process in self._silent and time.monotonic() - self._silent[process][1] > self.limit_s
+        silence = self._silent.get(process)
+        return silence is not None and silence.until - silence.since > self.limit_s
 
     def forget(self, process: str) -> None:
         self._silent.pop(process, None)
@@ -68,15 +82,21 @@ class HealthWatch:
     async def watch(self) -> None:
         while True:
             await asyncio.gather(*(self._ask(process) for process in self.processes))
-            await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.sleep(min(ASK_EVERY_S, self.limit_s / 4))
 
     async def _ask(self, process: str) -> None:
         endpoint = read_endpoint(self.run, process) or {}
         url, asked_at = str(endpoint.get("url", "")), time.monotonic()
-        if not url.startswith("http://") or await is_answering(url, min(ANSWER_S, self.limit_s)):
+        if not url.startswith("http://") or await is_answering(url, min(ANSWER_S, self.limit_s / 2)):
             self.forget(process)
-        elif self._silent.get(process, ("", 0.0))[0] != url:
-            self._silent[process] = (url, asked_at)
+        else:
+            self.note_silence(process, url, asked_at, time.monotonic())
+
+    def note_silence(self, process: str, url: str, asked_at: float, now: float) -> None:
+        """A question of ``asked_at`` was given up ``now``."""
+        silence = self._silent.get(process)
+        since = asked_at if silence is None or silence.url != url else silence.since
+        self._silent[process] = _Silence(url, since, now)
 
 
 async def is_answering(url: str, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl_hpc.transport.rollouts import MicroBatch
@@ -38,18 +39,6 @@ class TokenBatch:
     num_sequences: int
 
 
-PER_TOKEN = (
-    "loss_mask",
-    "advantages",
-    "inference_logprobs",
-    "rl_weights",
-    "ce_weights",
-    "ref_kl_weights",
-    "ref_logprobs",
-    "temperatures",
-)
-
-
 def stack_rows(rows: list[MicroBatch], seq_len: int) -> list[list[MicroBatch]]:
     """Rows per forward: as many as `FORWARD_TOKENS` allow at ``seq_len`` tokens each, at least one."""
     size = max(1, FORWARD_TOKENS // seq_len)
@@ -61,29 +50,37 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
     input_ids = np.zeros((len(rows), length), np.int64)
     # a pad is a sample of its own: position 0, so it attends to nothing and nobody attends to it
     position_ids = np.zeros((len(rows), length), np.int64)
-    predictors, picked, sequence_ids, num_sequences = [], [], [], 0
+    predictors, trained, num_sequences = [], [], 0
     for index, row in enumerate(rows):
         input_ids[index, : row.num_tokens] = row.input_ids
-        position_ids[index, : row.num_tokens] = row.position_ids
-        used = row.loss_mask | (row.rl_weights != 0) | (row.ce_weights != 0) | (row.ref_kl_weights != 0)
-        tokens = np.flatnonzero(used & (row.position_ids != 0))
+        positions = position_ids[index, : row.num_tokens] = row.position_ids
+        tokens = np.flatnonzero((row.loss_mask | (row.weights("ce") != 0)) & (positions != 0))
         predictors.append(index * length + tokens - 1)
-        picked.append(tokens)
-        samples = np.repeat(np.arange(len(row.sample_lengths)), row.sample_lengths)
-        sequence_ids.append(samples[tokens] + num_sequences)
+        trained.append(_streams(row, tokens) | {"sequence_ids": row.sample_ids[tokens] + num_sequences})
         num_sequences += len(row.sample_lengths)
-
-    def pick(name: str) -> Tensor:
-        parts = [getattr(row, name)[tokens] for row, tokens in zip(rows, picked, strict=True)]
-        return torch.from_numpy(np.concatenate(parts)).to(device)
-
+    picked = {name: np.concatenate([each[name] for each in trained]) for name in trained[0]}
     return TokenBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
         predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
-        targets=pick("input_ids"),
-        env_ids=pick("env_ids").long(),
-        sequence_ids=torch.from_numpy(np.concatenate(sequence_ids)).to(device),
         num_sequences=num_sequences,
-        **{name: pick(name) for name in PER_TOKEN},
+        **{name: torch.from_numpy(values).to(device) for name, values in picked.items()},
     )
+
+
+def _streams(row: MicroBatch, tokens: NDArray[np.int64]) -> dict[str, NDArray]:
+    """What `TokenBatch` says of each of ``tokens`` [T]."""
+    samples, mask = row.sample_ids[tokens], row.loss_mask[tokens]
+    none = np.zeros(len(tokens), np.float32)
+    return {
+        "targets": row.input_ids[tokens].astype(np.int64),
+        "temperatures": row.temperatures[samples],
+        "loss_mask": mask,
+        "advantages": np.where(mask, row.advantages[samples], np.float32(0)),
+        "inference_logprobs": row.inference_logprobs[tokens],
+        "rl_weights": row.rl_weights[samples] * mask,
+        "ce_weights": none if row.ce_weights is None else row.ce_weights[tokens],
+        "ref_kl_weights": row.ref_kl_weights[samples] * mask,
+        "ref_logprobs": none if row.ref_logprobs is None else row.ref_logprobs[tokens],
+        "env_ids": row.env_ids[samples].astype(np.int64),
+    }

@@ -21,9 +21,17 @@ import torch.distributed as dist
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.batch import make_batch, stack_rows
-from primerl_hpc.trainer.losses import component_counts, step_loss
+from primerl_hpc.trainer.losses import component_counts, step_loss, try_loss
 from primerl_hpc.trainer.metrics import Tally, means, metric_names, tally_tokens
-from primerl_hpc.trainer.model import Policy, build_policy, is_small, model_folder, reshard, set_gradient_sync
+from primerl_hpc.trainer.model import (
+    Policy,
+    build_policy,
+    is_small,
+    model_folder,
+    reshard,
+    set_gradient_sync,
+    tokenizer_folder,
+)
 from primerl_hpc.trainer.optim import (
     Optimizers,
     build_optimizer,
@@ -62,6 +70,7 @@ class Core:
     world: World
     model_path: str  # the base model's: hub id or folder
     folder: Path  # where it lies
+    tokenizer_folder: Path | None  # the tokenizer's, if it is another
     policy: Policy
     optimizer: Optimizers
     flops: FlopCounter
@@ -70,6 +79,7 @@ class Core:
     skipped_steps: int = 0  # in a row
     schedule_start: int = 0  # the step after which the learning rate's schedule began
     small: bool = True
+    loss_metrics: tuple[str, ...] = ()  # of the recipe's loss
     names: dict = field(default_factory=dict)  # parameter → HF name
 
     def train_step(self, step: int, rows: list[MicroBatch], env_names: list[str]) -> StepResult:
@@ -83,7 +93,8 @@ class Core:
         self._collect_garbage(step)
         started = time.perf_counter()
         counts, tokens, flops, num_forwards = self._step_totals(rows)
-        tally = Tally(metric_names(env_names), self.world.device, is_counted=self.world.is_counted)
+        names = [*metric_names(env_names), *self.loss_metrics]
+        tally = Tally(names, self.world.device, is_counted=self.world.is_counted)
         groups = stack_rows(rows, config.seq_len)
         groups += [[empty_row()]] * (num_forwards - len(groups))
         for index, group in enumerate(groups):
@@ -106,7 +117,9 @@ class Core:
         self.num_tokens += tokens
         metrics = {
             "loss/mean": loss,
+            "loss/nan_count": reduced["loss/nan_count"][0],
             **means(reduced),
+            **self.policy.routing.take_metrics(),
             "optim/grad_norm": norm_value,
             "optim/lr": lr,
             "optim/skipped": 0.0 if is_finite else 1.0,
@@ -132,6 +145,7 @@ class Core:
             _, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
             tally.add("loss/ce", *extra["loss/ce"])
         self.policy.train()
+        self.policy.routing.forget()
         reshard(self.policy)
         total, count = tally.reduce()["loss/ce"]
         return total / max(count, 1), int(count)
@@ -159,6 +173,7 @@ class Core:
         loss, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
         loss.backward()  # each rank's part of a sum: gradients are summed over ranks too
         tally.add("loss/total", loss.detach(), 1)
+        tally.add("loss/nan_count", ~loss.detach().isfinite(), 1)
         for name, (total, count) in extra.items():
             tally.add(name, total, count)
         tally_tokens(tally, batch, logprobs.detach(), entropies, env_names)
@@ -205,6 +220,7 @@ def build_core(
 ) -> Core:
     """``may_be_random``: a model folder without weights is given random ones, instead of being refused."""
     gc.disable()
+    loss_metrics = try_loss(recipe.loss)
     folder = model_folder(model_path, world)
     policy = build_policy(recipe, folder, world, may_be_random=may_be_random)
     optimizer = build_optimizer(policy.hf, recipe)
@@ -214,11 +230,13 @@ def build_core(
         world,
         model_path,
         folder,
+        tokenizer_folder(recipe.model, world),
         policy,
         optimizer,
         FlopCounter(policy),
         watchdog,
         small=is_small(policy),
+        loss_metrics=loss_metrics,
         names=names,
     )
     size = sum(parameter.numel() for parameter in policy.parameters())

@@ -78,7 +78,7 @@ class DeltaPublisher:
             if is_whole or not is_linked:
                 files = ((writer.temporary / name, image) for name, image in images.items())
                 shards = list(pool.map(lambda file: _write_image(*file), files))
-                commit_shards(writer, shards, self.core.folder, self.core.recipe.model.dtype, world)
+                commit_shards(writer, shards, self.core)
         if world.is_leader:
             link.discard()
             writer.discard()

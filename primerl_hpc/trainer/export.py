@@ -54,9 +54,7 @@ def publish_policy(run: RunDir, core: Core, version: int) -> None:
     """Write ``weights/step_<version>``: the model, or its adapters where only they are trained. Collective."""
     recipe = core.recipe
     if recipe.lora is None:
-        export_weights(
-            run, core.policy, version, model_folder=core.folder, dtype=recipe.model.dtype, world=core.world
-        )
+        export_weights(run, core, version)
     else:
         export_adapters(
             run,
@@ -69,22 +67,21 @@ def publish_policy(run: RunDir, core: Core, version: int) -> None:
 
 
 @torch.no_grad()
-def export_weights(
-    run: RunDir, policy: Policy, version: int, *, model_folder: Path, dtype: str, world: World
-) -> None:
+def export_weights(run: RunDir, core: Core, version: int) -> None:
     """Write ``weights/step_<version>``. Collective; when it returns, rank 0 has marked the version stable."""
+    policy, world, dtype = core.policy, core.world, DTYPES[core.recipe.model.dtype]
     writer = WeightWriter(run, version)
     if world.is_leader:
         writer.begin()
     dist.barrier()
     written: list[Future[Shard]] = []
     with ThreadPoolExecutor(WRITERS, "weights") as pool:
-        for number, num_shards, gathered in gather_shards(policy, world, DTYPES[dtype]):
+        for number, num_shards, gathered in gather_shards(policy, world, dtype):
             if len(written) >= WRITERS:
                 written[-WRITERS].result()
             path = writer.shard_path(number, of=num_shards)
-            written.append(pool.submit(_write_shard, path, gathered, policy.hf, DTYPES[dtype]))
-    commit_shards(writer, [each.result() for each in written], model_folder, dtype, world)
+            written.append(pool.submit(_write_shard, path, gathered, policy.hf, dtype))
+    commit_shards(writer, [each.result() for each in written], core)
 
 
 def gather_shards(
@@ -103,10 +100,9 @@ def gather_shards(
             yield number, len(groups), gathered
 
 
-def commit_shards(
-    writer: WeightWriter, shards: list[Shard], model_folder: Path, dtype: str, world: World
-) -> None:
+def commit_shards(writer: WeightWriter, shards: list[Shard], core: Core) -> None:
     """Make a version of what all ranks wrote. Collective; ``shards``: this rank's."""
+    world = core.world
     mine = (
         {name: shard.entry["name"] for shard in shards for name in shard.names},
         [shard.entry for shard in shards],
@@ -117,7 +113,9 @@ def commit_shards(
     if world.is_leader:
         everything = {name: file for each, _, _ in everyones for name, file in each.items()}
         all_entries = [entry for _, each, _ in everyones for entry in each]
-        all_entries += writer.copy_model_files(model_folder, dtype=dtype)
+        all_entries += writer.copy_model_files(
+            core.folder, dtype=core.recipe.model.dtype, tokenizer_folder=core.tokenizer_folder
+        )
         all_entries.append(writer.write_index(everything, total_bytes=sum(each for _, _, each in everyones)))
         writer.commit(all_entries)
 
@@ -128,12 +126,19 @@ def _gather(value: Tensor, world: World, dtype: torch.dtype, *, is_kept: bool) -
     From a GPU it comes as ``dtype``; on CPU it is converted while it is written.
     """
     value = value.to(world.device)  # shards may live on the host
-    whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    whole = _whole(value).detach()
     if not is_kept:
         return whole.new_empty(0)  # and the memory is given back before the next one comes
     if whole.device.type == "cpu":
         return whole
     return whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Collective. What lies on one rank alone is given as it is, not as the copy that gathering makes."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
 
 
 @torch.no_grad()
@@ -170,8 +175,7 @@ def export_adapters(
     """
     sides: dict[str, dict[str, Tensor]] = {"lora_A": {}, "lora_B": {}}
     for name, value in policy.adapters():
-        whole = value.to(world.device)
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole  # collective
+        whole = _whole(value.to(world.device))
         if world.is_leader:
             base, side = base_name(name)
             is_two_in_one = side == "lora_A" and base.endswith("gate_up_proj")

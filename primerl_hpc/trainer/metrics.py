@@ -37,19 +37,14 @@ class Tally:
         }
 
 
-MASK_METRICS = tuple(
-    f"is_{word}{side}/mean" for word in ("masked", "clipped") for side in ("", "_low", "_high")
-)
-
-
 def metric_names(env_names: list[str]) -> list[str]:
     groups = ["all", *env_names]
     return [
         "loss/total",
+        "loss/nan_count",
         *(f"loss/{component}" for component in ("rl", "ce", "ref_kl")),
         *(f"entropy/{group}/mean" for group in groups),
         *(f"mismatch_kl/{group}/mean" for group in groups),
-        *MASK_METRICS,
     ]
 
 
@@ -73,7 +68,10 @@ def tally_tokens(
 def means(reduced: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Reported metrics: means over their tokens, without those that no token took part in.
 
-    ``loss/ce`` is the negative log-likelihood of distilled and demonstrated tokens.
+    ``loss/ce`` is the negative log-likelihood of distilled and demonstrated tokens, ``kl_ent_ratio`` mismatch KL over entropy.
     """
-    hidden = ("loss/total", "loss/rl")
-    return {name: total / count for name, (total, count) in reduced.items() if count and name not in hidden}
+    hidden = ("loss/total", "loss/rl", "loss/nan_count")
+    found = {name: total / count for name, (total, count) in reduced.items() if count and name not in hidden}
+    if "mismatch_kl/all/mean" in found and found["entropy/all/mean"]:
+        found["kl_ent_ratio"] = found["mismatch_kl/all/mean"] / found["entropy/all/mean"]
+    return found

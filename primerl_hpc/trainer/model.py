@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from primerl_hpc.common.errors import ConfigError, DataError
-from primerl_hpc.recipe.schema import Model as ModelBlock
+from primerl_hpc.recipe.model_schema import Model as ModelBlock
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import Trainer
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
@@ -29,10 +29,14 @@ from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_atte
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
 from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
+from primerl_hpc.trainer.routing import Routing
 
 log = logging.getLogger("primerl_hpc.trainer")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
+"""Of a model on the hub, besides weights."""
 
 UNSHARDED_GRAD_BYTES = 2 << 30
 """Up to this size of all float32 gradients, they stay whole until the last micro-batch and are reduced once."""
@@ -45,6 +49,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.chunk_tokens = hf, chunk_tokens
         self.attention, self.context = attention, context
+        self.routing = Routing(hf)
 
     def forward(
         self,
@@ -59,6 +64,7 @@ class Policy(nn.Module):
         Ranks that share a sequence all get the whole of it, and give the whole of it.
         """
         packing = make_packing(position_ids, self.context, self.attention)
+        self.routing.begin_forward(packing)
         hidden = self.hf.base_model(
             input_ids=pad(input_ids, self.context)[:, packing.own],
             position_ids=packing.positions[:, packing.own],
@@ -106,16 +112,33 @@ def model_folder(model_path: str, world: World) -> Path:
             mend = "primerl-hpc export --merge makes a model of an adapter" if is_adapter_folder else ""
             raise DataError("not a model folder: config.json is missing", place=str(path), mend=mend)
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    return hub_folder(model_path, ["*.safetensors", *SMALL_FILES], world)
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
+
+def tokenizer_folder(block: ModelBlock, world: World) -> Path | None:
+    """Where the tokenizer lies, if the recipe says another place than the model's."""
+    if block.tokenizer is None:
+        return None
+    path = Path(block.tokenizer)
+    return path if path.is_dir() else hub_folder(block.tokenizer, SMALL_FILES, world)
+
+
+def hub_folder(name: str, patterns: list[str], world: World) -> Path:
+    """The hub snapshot's folder, fetched by one rank of each node. Raises DataError when there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     if world.local_rank:
         dist.barrier()
     try:
-        folder = snapshot_download(model_path, allow_patterns=patterns)
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise DataError(f"model {model_path} is neither a folder nor on the hub ({error})") from error
+        folder = snapshot_download(name, allow_patterns=patterns)
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        raise DataError(f"{name} is neither a folder nor on the hub ({error})") from error
     if not world.local_rank:
         dist.barrier()
     return Path(folder)
@@ -151,6 +174,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     context = make_context(recipe.layout.trainer, config.get_text_config(), world)
     policy = Policy(hf, chunk, attention, context)
     shard(policy, blocks, experts, recipe.trainer, world)
+    policy.routing.attach(world.device)
     allocate(policy, recipe.trainer, world.device)
     init_buffers(hf)
     if may_be_random and not has_weights(folder):
@@ -197,7 +221,7 @@ def shard(
         )
         groups.append([block, *inner])
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
-    for module in fsdp_modules(policy):
+    for module in fsdp_modules(policy) if world.size > 1 else ():  # torch divides by 1 with a copy
         # summed, not averaged: losses are parts of a sum, and experts' gradients are sums over more ranks than reduce them
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

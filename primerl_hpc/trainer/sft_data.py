@@ -154,18 +154,16 @@ def make_row(samples: list[Sample]) -> MicroBatch:
     """Samples one after another, trained by cross-entropy alone."""
     lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
     trained = np.concatenate([sample.is_trained for sample in samples])
-    zeros = np.zeros(len(trained), np.float32)
+    zeros = np.zeros(len(samples), np.float32)
     return MicroBatch(
-        input_ids=np.concatenate([sample.input_ids for sample in samples]).astype(np.int64),
-        position_ids=np.concatenate([np.arange(length) for length in lengths]),
+        input_ids=np.concatenate([sample.input_ids for sample in samples], dtype=np.int32),
         loss_mask=np.zeros(len(trained), np.bool_),  # sampled by no policy: no mismatch to measure
-        advantages=zeros,
-        inference_logprobs=zeros,
-        temperatures=np.ones(len(trained), np.float32),
-        rl_weights=zeros,
-        ce_weights=trained.astype(np.float32),
-        ref_kl_weights=zeros,
-        ref_logprobs=zeros,
-        env_ids=np.zeros(len(trained), np.int32),
+        inference_logprobs=np.zeros(len(trained), np.float32),
         sample_lengths=lengths,
+        temperatures=np.ones(len(samples), np.float32),
+        advantages=zeros,
+        rl_weights=zeros,
+        ref_kl_weights=zeros,
+        env_ids=np.zeros(len(samples), np.int32),
+        ce_weights=trained.astype(np.float32),
     )

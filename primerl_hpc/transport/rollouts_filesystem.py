@@ -1,8 +1,8 @@
 """Rollouts through the run directory: ``rollouts/step_N/rank_R.safetensors`` and, written last, ``STABLE``.
 
-A rank's file holds every stream of all its micro-batches one after another, ``micro_batch_tokens`` [M] and
-``micro_batch_samples`` [M] to cut them apart again, and, as JSON in the safetensors header, the `StepInfo` and the
-schema version. The folder is filled under another name and renamed, so ``step_N`` is whole or not there.
+A rank's file holds every stream of all its micro-batches one after another (an optional one where some row has it),
+``micro_batch_tokens`` [M] and ``micro_batch_samples`` [M] to cut them apart again, and, as JSON in the safetensors header,
+the `StepInfo` and the schema version. The folder is filled under another name and renamed, so ``step_N`` is whole or not there.
 
     FilesystemSender(run).send(StepInfo(step=3), ranks)
     info, rows = FilesystemReceiver(run).receive(3, rank=0, timeout_s=60)
@@ -14,36 +14,28 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import fsync_dir, is_there, write_text
 from primerl_hpc.common.rundir import STABLE, RunDir
-from primerl_hpc.transport.rollouts import SCHEMA_VERSION, MicroBatch, StepInfo
+from primerl_hpc.transport.rollouts import (
+    OPTIONAL_STREAMS,
+    SAMPLE_STREAMS,
+    SCHEMA_VERSION,
+    TOKEN_STREAMS,
+    MicroBatch,
+    StepInfo,
+)
 
-STREAMS = {
-    "input_ids": np.int64,
-    "position_ids": np.int64,
-    "loss_mask": np.bool_,
-    "advantages": np.float32,
-    "inference_logprobs": np.float32,
-    "temperatures": np.float32,
-    "rl_weights": np.float32,
-    "ce_weights": np.float32,
-    "ref_kl_weights": np.float32,
-    "ref_logprobs": np.float32,
-    "env_ids": np.int32,
-    "sample_lengths": np.int64,
-}
 LAG_S = 60.0  # how long a network filesystem may hide a file behind its marker
 FIRST_POLL_S, MAX_POLL_S = 0.01, 0.5
-
-assert set(STREAMS) == {each.name for each in fields(MicroBatch)}
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -77,8 +69,9 @@ class FilesystemSender:
 
 def write_rank(path: Path, info: StepInfo, rows: list[MicroBatch], *, world_size: int) -> None:
     tensors = {
-        name: np.concatenate([np.asarray(getattr(row, name), dtype) for row in rows] or [np.empty(0, dtype)])
-        for name, dtype in STREAMS.items()
+        name: stream
+        for name, dtype in (TOKEN_STREAMS | SAMPLE_STREAMS).items()
+        if (stream := _joined(rows, name, dtype)) is not None
     }
     tensors["micro_batch_tokens"] = np.array([row.num_tokens for row in rows], np.int64)
     tensors["micro_batch_samples"] = np.array([len(row.sample_lengths) for row in rows], np.int64)
@@ -90,6 +83,17 @@ def write_rank(path: Path, info: StepInfo, rows: list[MicroBatch], *, world_size
     save_file(tensors, path, metadata=header)
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _joined(rows: list[MicroBatch], name: str, dtype: type) -> NDArray | None:
+    """The stream of all rows; None when none has it."""
+    parts = [getattr(row, name) for row in rows]
+    if name in OPTIONAL_STREAMS:
+        if all(part is None for part in parts):
+            return None
+        lengths = [row.num_tokens for row in rows]
+        parts = [np.zeros(n, dtype) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
 
 
 def read_rank(path: Path) -> tuple[StepInfo, list[MicroBatch], int]:
@@ -110,12 +114,17 @@ def read_rank(path: Path) -> tuple[StepInfo, list[MicroBatch], int]:
         info = StepInfo(**json.loads(header["step_info"]))
         token_cuts = np.cumsum(tensors["micro_batch_tokens"])[:-1]
         sample_cuts = np.cumsum(tensors["micro_batch_samples"])[:-1]
+        there = [
+            name
+            for name in (*TOKEN_STREAMS, *SAMPLE_STREAMS)
+            if name in tensors or name not in OPTIONAL_STREAMS
+        ]
         parts = {
-            name: np.split(tensors[name], sample_cuts if name == "sample_lengths" else token_cuts)
-            for name in STREAMS
+            name: np.split(tensors[name], token_cuts if name in TOKEN_STREAMS else sample_cuts)
+            for name in there
         }
         num_rows = len(tensors["micro_batch_tokens"])
-        rows = [MicroBatch(**{name: parts[name][index] for name in STREAMS}) for index in range(num_rows)]
+        rows = [MicroBatch(**{name: parts[name][index] for name in there}) for index in range(num_rows)]
         return info, rows, int(header["world_size"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a whole rollout file ({error})", place=str(path)) from error

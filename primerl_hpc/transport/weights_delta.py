@@ -16,35 +16,29 @@ bounded, and export, evaluation and resume read model folders only.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from isal import isal_zlib
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import fsync_dir, is_there, read_json, write_json, write_text
+from primerl_hpc.common.files import is_there, read_json, write_text
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.transport.weights import Chain
-from primerl_hpc.transport.weights_filesystem import MANIFEST, FilesystemWeightReader, prune_weights
+from primerl_hpc.transport.weights_filesystem import (
+    MANIFEST,
+    FilesystemWeightReader,
+    FolderWriter,
+    prune_weights,
+)
 
 LINK_VERSION = 1
 SUFFIX = ".delta"
 
 
-class LinkWriter:
+class LinkWriter(FolderWriter):
     def __init__(self, run: RunDir, version: int) -> None:
-        self.run, self.version = run, version
-        self.folder = run.delta_step(version)
-        self.temporary = self.folder.with_name(f"{self.folder.name}.tmp")
-
-    def begin(self) -> None:
-        """Make the temporary folder, empty, whatever an earlier life left there."""
-        self.discard()
-        self.temporary.mkdir(parents=True)
-
-    def discard(self) -> None:
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        super().__init__(run, version, run.delta_step(version))
 
     def write(self, shard: str, delta: bytes) -> dict[str, Any]:
         """Write what changed in ``shard``, durably; its manifest entry."""
@@ -56,20 +50,15 @@ class LinkWriter:
         return {"name": path.name, "size_bytes": len(delta), "crc32": isal_zlib.crc32(delta)}
 
     def commit(self, entries: list[dict[str, Any]], result: list[dict[str, Any]]) -> Path:
-        """``entries``: of the delta files; ``result``: of all shards as they are then. Rename, mark stable."""
-        manifest = {
-            "manifest_version": LINK_VERSION,
-            "policy_version": self.version,
-            "files": sorted(entries, key=lambda entry: entry["name"]),
-            "result": sorted(result, key=lambda entry: entry["name"]),
-        }
-        write_json(self.temporary / MANIFEST, manifest)
-        fsync_dir(self.temporary)
-        self.run.delete_step(self.folder, STABLE)
-        os.rename(self.temporary, self.folder)
-        fsync_dir(self.folder.parent)
-        write_text(self.folder / STABLE, "")
-        return self.folder
+        """``entries``: of the delta files; ``result``: of all shards as they are then."""
+        return self.finish(
+            {
+                "manifest_version": LINK_VERSION,
+                "policy_version": self.version,
+                "files": sorted(entries, key=lambda entry: entry["name"]),
+                "result": sorted(result, key=lambda entry: entry["name"]),
+            }
+        )
 
 
 def read_link(folder: Path) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:

@@ -39,12 +39,15 @@ POLL_S = 0.2
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
 """What of the base model's folder an engine needs besides weights: config, tokenizer, template, remote code."""
 
+CONFIGS = ("config.json", "generation_config.json")
 
-class WeightWriter:
-    def __init__(self, run: RunDir, version: int) -> None:
-        self.run, self.version = run, version
-        self.folder = run.weights_step(version)
-        self.temporary = self.folder.with_name(f"{self.folder.name}.tmp")
+
+class FolderWriter:
+    """A version's folder, filled beside its name: whoever sees ``STABLE`` sees all of it."""
+
+    def __init__(self, run: RunDir, version: int, folder: Path) -> None:
+        self.run, self.version, self.folder = run, version, folder
+        self.temporary = folder.with_name(f"{folder.name}.tmp")
 
     def begin(self) -> None:
         """Make the temporary folder, empty, whatever an earlier life left there."""
@@ -53,6 +56,21 @@ class WeightWriter:
 
     def discard(self) -> None:
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def finish(self, manifest: dict[str, Any]) -> Path:
+        """Write the manifest, rename the folder, mark it stable."""
+        write_json(self.temporary / MANIFEST, manifest)
+        fsync_dir(self.temporary)
+        self.run.delete_step(self.folder, STABLE)
+        os.rename(self.temporary, self.folder)
+        fsync_dir(self.folder.parent)
+        write_text(self.folder / STABLE, "")
+        return self.folder
+
+
+class WeightWriter(FolderWriter):
+    def __init__(self, run: RunDir, version: int) -> None:
+        super().__init__(run, version, run.weights_step(version))
 
     def shard_path(self, number: int, *, of: int) -> Path:
         """Path of shard ``number`` (1-based)."""
@@ -70,12 +88,22 @@ class WeightWriter:
         """Manifest entry of a file that is durable already."""
         return {"name": path.name, "size_bytes": path.stat().st_size, "crc32": crc32}
 
-    def copy_model_files(self, model_folder: Path, *, dtype: str) -> list[dict[str, Any]]:
-        """Copy config, tokenizer and the like; ``config.json`` says the exported dtype. Returns manifest entries."""
+    def copy_model_files(
+        self, model_folder: Path, *, dtype: str, tokenizer_folder: Path | None = None
+    ) -> list[dict[str, Any]]:
+        """Copy config, tokenizer and the like; ``config.json`` says the exported dtype. Returns manifest entries.
+
+        With ``tokenizer_folder`` all but config and code is from there.
+        """
+        sources = [each for each in model_folder.iterdir() if each.suffix in COPIED_SUFFIXES]
+        if tokenizer_folder is not None:
+            sources = [each for each in sources if each.name in CONFIGS or each.suffix == ".py"]
+            others = [each for each in tokenizer_folder.iterdir() if each.suffix in COPIED_SUFFIXES]
+            sources += [each for each in others if each.name not in CONFIGS and each.suffix != ".py"]
         entries = []
-        for source in sorted(model_folder.iterdir()):
+        for source in sorted(sources, key=lambda each: each.name):
             is_weight_index = source.name.endswith(".index.json") or source.name == MANIFEST
-            if source.suffix not in COPIED_SUFFIXES or is_weight_index or not source.is_file():
+            if is_weight_index or not source.is_file():
                 continue
             target = self.temporary / source.name
             if source.name == "config.json":
@@ -94,16 +122,11 @@ class WeightWriter:
         return self.finish_file(index)
 
     def commit(self, entries: list[dict[str, Any]]) -> Path:
-        """Write the manifest, rename the folder, mark it stable."""
+        """``entries``: of all files in the folder."""
         files = sorted(entries, key=lambda entry: entry["name"])
-        manifest = {"manifest_version": MANIFEST_VERSION, "policy_version": self.version, "files": files}
-        write_json(self.temporary / MANIFEST, manifest)
-        fsync_dir(self.temporary)
-        self.run.delete_step(self.folder, STABLE)
-        os.rename(self.temporary, self.folder)
-        fsync_dir(self.folder.parent)
-        write_text(self.folder / STABLE, "")
-        return self.folder
+        return self.finish(
+            {"manifest_version": MANIFEST_VERSION, "policy_version": self.version, "files": files}
+        )
 
 
 def write_blank_adapter(run: RunDir, like: Path) -> Path:

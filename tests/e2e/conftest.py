@@ -50,12 +50,12 @@ def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
     started: list[RunDir] = []
 
-    def submit(name: str, *overrides: str) -> RunDir:
+    def submit(name: str, *overrides: str, profile: str = "local") -> RunDir:
         recipe = work / "rl.yaml"
         recipe.write_text(RL_RECIPE.format(tiny=TINY))
         model = warm_model / "weights" / "step_300"
         words = [word for text in (f"model.name={model}", *overrides) for word in ("--set", text)]
-        command("submit", str(recipe), "-p", "local", "--run-dir", f"runs/{name}", *words, cwd=work)
+        command("submit", str(recipe), "-p", profile, "--run-dir", f"runs/{name}", *words, cwd=work)
         started.append(RunDir(work / "runs" / name))
         return started[-1]
 

@@ -7,6 +7,7 @@ Cases are groups of ranks in the order of the file. What a case may say is in `C
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.checkpoint import load_checkpoint
 from primerl_hpc.trainer.core import build_core
 from primerl_hpc.trainer.export import publish_policy
+from primerl_hpc.trainer.losses import LossInputs, TokenLoss
 from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.watchdog import Watchdog
@@ -51,6 +53,7 @@ class Case(TypedDict, total=False):
     layout: dict[str, Any]  # layout.trainer
     trainer: dict[str, Any]
     loss: dict[str, Any]
+    optimizer: dict[str, Any]
     lora: dict[str, Any]
     seq_len: int  # 4096: every row is a forward of its own
     is_supervised: bool
@@ -61,13 +64,25 @@ class Case(TypedDict, total=False):
     resume_from: str  # train step 3 alone, from that checkpoint
 
 
+def reinforce(x: LossInputs, scale: float) -> TokenLoss:
+    """A loss of one's own: over whole samples, with a metric."""
+    return TokenLoss(-scale * x.advantages * x.sequence_mean(x.logprobs), {"longing": x.advantages.abs()})
+
+
 def batch(step: int, case: Case) -> list[MicroBatch]:
-    """Packed rows of random samples, whatever the layout."""
+    """Packed rows of random samples, whatever the layout. Of RL some tokens are distilled as well, in the first row most."""
     rng = np.random.default_rng(step)
     rows = [random_row(rng, rng.integers(3, 22, 3).tolist()) for _ in range(ROWS)]
-    if case.get("is_supervised"):
-        for row in rows:
-            row.ce_weights, row.rl_weights = row.rl_weights, row.ce_weights
+    for number, row in enumerate(rows):
+        if case.get("is_supervised"):
+            row.ce_weights, row.rl_weights[:] = row.loss_mask.astype(np.float32), 0
+            continue
+        share = 0.8 / (number + 1)
+        is_in = row.loss_mask & (rng.random(row.num_tokens) < share)
+        row.ce_weights = np.where(is_in, 0.3, 0).astype(np.float32)
+        is_in = rng.random(len(row.sample_lengths)) < share
+        row.ref_kl_weights = np.where(is_in, 0.3, 0).astype(np.float32)
+        row.ref_logprobs = -rng.uniform(2, 6, row.num_tokens).astype(np.float32)
     return rows
 
 
@@ -81,7 +96,7 @@ def recipe_of(case: Case) -> Recipe:
             "max_steps": STEPS,
             "environments": {"train": [{"id": "reverse-text"}]},
             "rollouts": {"sampling": {"max_tokens": 12}},
-            "optimizer": {"type": "sgd", "lr": 0.5, "max_norm": 1.0},
+            "optimizer": case.get("optimizer", {"type": "sgd", "lr": 0.5, "max_norm": 1.0}),
             "layout": {"trainer": case.get("layout", {})},
             "loss": case.get("loss", {"type": "dppo"}),
             "lora": case.get("lora"),
@@ -126,6 +141,17 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Collections:
+    """Garbage collections since it was made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        self.count += phase == "start"
+
+
 def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
     recipe = recipe_of(case)
     world = make_world(
@@ -148,16 +174,21 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
     if "resume_from" in case:
         start = 2
         load_checkpoint(RunDir(folder / case["resume_from"]), core, start)
-    steps, counts = [], {}
+    steps, counts, collected = [], {}, []
+    garbage = Collections()
     for step in range(start + 1, STEPS + 1):
         rows = batch(step, case)[world.data_rank :: world.data_size]
         with Collectives() if case.get("is_counted") else nullcontext() as collectives:
             steps.append(core.train_step(step, rows, []).metrics)
+        collected.append(garbage.count)
         if collectives:
             counts = collectives.counts
         if "save_to" in case and step == 2:
             saver = Saver(RunDir(folder / case["save_to"]), core, ("trainer",))
             saver.save(step)  # on its way while step 3 is trained
+    gc.callbacks.remove(garbage)
+    everyones: list = [None] * ranks
+    dist.all_gather_object(everyones, collected)
     if "save_to" in case:
         saver.finish()
     if case.get("is_supervised"):
@@ -172,6 +203,7 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
         report = {
             "steps": steps,
             "collectives": counts,
+            "collections": everyones,
             "largest_loaded": loaded.numel,
             "largest_own": max(own(value).numel() for value in core.policy.parameters()),
         }

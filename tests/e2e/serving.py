@@ -32,8 +32,15 @@ def make_recipe(model: Path) -> dict[str, Any]:
         "max_steps": 1,
         "environments": {
             "train": [{"id": "reverse-text"}],
-            "eval": [{"id": "reverse-text", "name": "held-out", "args": {"split": "test"}}],
+            "eval": [
+                {
+                    "id": "reverse-text",
+                    "name": "held-out",
+                    "args": {"split": "test", "task": {"judges": [judge_of(model)]}},
+                }
+            ],
         },
+        "judge": {"model": {"name": str(model)}},
         "rollouts": {"batch_size": 8, "group_size": 4, "sampling": {"max_tokens": 12}},
         # load tracking: a test can see that a request has arrived, also at a paused engine
         "inference": {
@@ -42,6 +49,14 @@ def make_recipe(model: Path) -> dict[str, Any]:
             "extra_args": {"enable-server-load-tracking": True},
         },
     }
+
+
+def judge_of(model: Path) -> dict[str, Any]:
+    """verifiers' judge by a reference answer; what it asks is short enough for the tiny model."""
+    prompt = model.parent / "judge.txt"
+    prompt.parent.mkdir(parents=True, exist_ok=True)
+    prompt.write_text("Is {response} {answer}?")
+    return {"id": "reference", "prompt": str(prompt), "sampling": {"max_completion_tokens": 4}}
 
 
 class Serving:

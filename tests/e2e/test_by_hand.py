@@ -1,6 +1,8 @@
 """One part at a time: every role of an RL run started by its own command, as the README shows, without a supervisor.
 
-The run is one that no other test has: a mixture of experts, and conversations of two turns.
+The run is one that no other test has: a mixture of experts on an engine that spreads them over two ranks, conversations
+of two turns scored by the policy itself (opsd), and games against itself (rae) beside them; new versions are sent to both
+ranks of the engine.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
 
 
+ENVIRONMENTS = """[
+  {id: alphabet-sort, args: {turns: 2, names_per_turn: 2}, algorithm: {type: opsd, demo_key: given}},
+  {id: nim, args: {max_stones: 5}, algorithm: {type: rae}}]"""
+
+
 def prepare(folder: Path, *overrides: str) -> RunDir:
     """``submit --dry-run --run-dir``: a run directory with nothing started."""
     tiny = make_tiny_model(folder / "tiny", task="alphabet-sort", experts=4, rows=500)
@@ -47,6 +54,10 @@ def prepare(folder: Path, *overrides: str) -> RunDir:
         f"warmup.sft.data.path={tiny}/sft.jsonl",
         "warmup.max_steps=5",
         "environments.eval=[]",
+        f"environments.train={ENVIRONMENTS}",
+        "layout.inference={replicas: 1, tensor_parallel: 2, expert_parallel: true}",
+        "inference.max_model_len=512",  # opsd shows the policy more than it saw
+        "weights.transport=broadcast",
         "rollouts.batch_size=32",
         *overrides,
     ]
@@ -71,15 +82,22 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
         primerl(name, "run", cwd=tmp_path)
         for name in ("inference", "router", "env-server", "orchestrator", "trainer")
     ]
+    roles.insert(0, primerl("env-server", "run", "--index", "1", cwd=tmp_path))
     try:
-        for process, name in ((roles[3], "orchestrator"), (roles[4], "trainer")):
+        for process, name in ((roles[4], "orchestrator"), (roles[5], "trainer")):
             assert process.wait(timeout=480) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
-        assert all(process.poll() is None for process in roles[:3])
+        assert all(process.poll() is None for process in roles[:4])
     finally:
         end(roles)
     steps = read_steps(run.metrics("trainer"))
     assert list(steps) == [1, 2, 3] and run.stable_weights()[-1] == run.latest_checkpoint() == 3
-    # experts that an engine did not take over would sample tokens of other probability
+    assert "serving policy version 2 from the trainer, in group" in (tmp_path / "inference.log").read_text()
+    # experts that a rank of the engine did not take over would sample tokens of other probability
     assert all(row["mismatch_kl/all/mean"] <= 0.03 for row in steps.values())
-    turns = [row["turns/max"] for row in read_steps(run.metrics("orchestrator")).values()]
-    assert turns == [2, 2, 2]
+    assert any(row.get("loss/ref_kl") for row in steps.values())
+    batches = read_steps(run.metrics("orchestrator")).values()
+    sorting, playing = (
+        [row for row in batches if f"reward/{env}/mean" in row] for env in ("alphabet-sort", "nim")
+    )
+    assert sorting and {row["turns/alphabet-sort/max"] for row in sorting} == {2}
+    assert playing and all(row["reward/nim/first/mean"] == -row["reward/nim/second/mean"] for row in playing)

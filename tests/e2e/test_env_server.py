@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.envs.config import environment_of
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
 from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.env_client import (
@@ -30,14 +32,15 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
+from primerl_hpc.orchestrator.env_pool import EnvServerPool
 from primerl_hpc.orchestrator.runner import EnvHandle
 from primerl_hpc.orchestrator.self_teacher import demonstrated_prompt
 from primerl_hpc.orchestrator.teacher import TeacherClient, add_samples
 from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
 from primerl_hpc.recipe.algorithm_schema import OPSD
 from primerl_hpc.recipe.evaluation_schema import External
+from primerl_hpc.recipe.model_schema import Teacher
 from primerl_hpc.recipe.renderer import make_renderer
-from primerl_hpc.recipe.schema import Teacher
 from primerl_hpc.roles.scratch import scratch_path
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import make_plan, make_tiny_model, process_plan, run_role
@@ -53,11 +56,11 @@ def chat_client(router_url: str) -> Any:
 class Rollouts:
     """What a test needs to run rollouts: a client and tasks."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, server: int = 0) -> None:
         self.serving, self.recipe = serving, serving.recipe
-        self.environment = self.recipe.environments.train[0]
+        _, self.environment = environment_of(self.recipe, server)
         self.tasks: list[EnvironmentTask] = load_tasks(self.environment, limit=8)
-        self.client = EnvServerClient(serving.run, "env_server-0", self.environment, poll_s=0.02)
+        self.client = EnvServerClient(serving.run, f"env_server-{server}", self.environment, poll_s=0.02)
 
     def run(self, number: int = 0, *, timeout_s: float = 120, evaluate: bool = False) -> Awaitable:
         url = self.serving.url("router-0")
@@ -87,9 +90,9 @@ class Rollouts:
         assert self.serving.post("inference-0", "/resume", {}).status_code == 200
 
 
-def with_rollouts(serving: Serving, check: Callable[[Rollouts], Awaitable[None]]) -> None:
+def with_rollouts(serving: Serving, check: Callable[[Rollouts], Awaitable[None]], *, server: int = 0) -> None:
     async def main() -> None:
-        rollouts = Rollouts(serving)
+        rollouts = Rollouts(serving, server)
         try:
             await rollouts.client.wait_ready(120)
             await check(rollouts)
@@ -226,7 +229,7 @@ def test_a_teacher_of_the_same_weights_says_what_the_policy_said(serving: Servin
 
     async def check(rollouts: Rollouts) -> None:
         rollout = rollout_of(await rollouts.run(), temperature=1.0)
-        settings = {"url": url, "model": {"name": name}, "key_variable": "TEACHER_KEY"}
+        settings = {"base_url": url, "model": {"name": name}, "key_variable": "TEACHER_KEY"}
         teacher = TeacherClient(serving.run, Teacher.model_validate(settings))
         tokenizer = AutoTokenizer.from_pretrained(serving.model)
         await teacher.check({"opd", "sft_distill"}, seq_len=serving.recipe.seq_len, tokenizer=tokenizer)
@@ -299,8 +302,28 @@ def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:
     asyncio.run(check())
 
 
-def test_the_second_server_is_the_evaluations_and_leaves_nothing_behind(serving: Serving) -> None:
+def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_behind(
+    serving: Serving,
+) -> None:
+    """The engine is the judge as well, and says nothing that makes sense."""
+    shutil.copy(serving.run.endpoint("inference-0"), serving.run.endpoint("judge-0"))
     serving.start("env_server-1")
+
+    async def check(rollouts: Rollouts) -> None:
+        with pytest.raises(RolloutFailed, match=r"TaskError: .*judge returned no yes/no verdict"):
+            rollout_of(await rollouts.run(), temperature=1.0)
+        other = Rollouts(serving).client
+        rollouts.client = EnvServerPool([other, rollouts.client])
+        await rollouts.client.wait_ready(120)
+        episodes = await asyncio.gather(rollouts.run(), rollouts.run())
+        assert sorted(episode.ok for episode in episodes) == [
+            False,
+            True,
+        ]  # each had one; the other asks no judge
+        assert not rollouts.client._running.total()
+
+    with_rollouts(serving, check, server=1)
+    serving.run.endpoint("judge-0").unlink()
     endpoint = read_endpoint(serving.run, "env_server-1")
     assert (endpoint["env"], endpoint["split"]) == ("held-out", "eval")
     scratch = scratch_path(serving.run, "env_server-1")

@@ -37,6 +37,11 @@ LORA = {
     "lora": {"rank": 8, "alpha": 12.0}, "model": "qwen3_moe", "is_supervised": True, "reference": "lora-1",
 }  # fmt: skip
 
+CUSTOM = {
+    "model": "llama", "reference": "custom-1",
+    "loss": {"type": "custom", "import_path": "tests.e2e.parallel_ranks:reinforce", "kwargs": {"scale": 0.5}},
+}  # fmt: skip
+
 # fmt: off
 LAYOUTS: dict[str, dict[str, Any]] = {
     # each axis alone; context with a loss over whole samples too
@@ -57,6 +62,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "supervised-ulysses-2": {
         "model": "qwen3", "ranks": 2, "layout": {"context_parallel": 2}, "is_supervised": True, "reference": "qwen3-1",
     },
+    "custom-loss-ring-2": {**CUSTOM, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring"}},
     # compositions
     "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
@@ -126,8 +132,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "lora-fused-files": {"model": "gpt_oss", "ranks": 2, "lora": {}},
     "lora-of-another-rank": {**LORA, "ranks": 4, "lora": {"rank": 16}, "resume_from": "saved-adapters"},
     "whole-from-adapters": {"model": "qwen3_moe", "ranks": 4, "resume_from": "saved-adapters"},
+    "of-another-model": {"model": "glm4_moe", "ranks": 4, "resume_from": "saved"},
+    "of-another-optimizer": {
+        "model": "qwen3_moe", "ranks": 4, "resume_from": "saved", "optimizer": {"type": "sign_sgd"},
+    },
     # accumulation and gathers
-    "small": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True},
+    "small": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True, "trainer": {"gc_interval": 2}},
     "large": {"model": "qwen3", "ranks": 2, **ONE_BY_ONE, "is_counted": True, "is_large": True},
     "kept": {
         "model": "qwen3",
@@ -153,6 +163,8 @@ REFUSED = {
     "lora-fused-files": "hold all experts in one tensor",
     "lora-of-another-rank": "of adapters of rank 8, alpha 12, the recipe asks for adapters of rank 16, alpha 32",
     "whole-from-adapters": "of adapters of rank 8, alpha 12, the recipe asks for all weights",
+    "of-another-model": "the checkpoint is damaged or of another model",
+    "of-another-optimizer": "made with optimizer sgd, the recipe says sign_sgd",
     "expert-3-of-8": "expert_parallel 3 does not divide the model's 8 experts",
     "absent-deepep": "DeepEP is not installed here",
     "no-experts": "expert_parallel is 2, but the model has no experts",
@@ -181,6 +193,7 @@ def cases(folder: Path) -> list[Case]:
     for family in FAMILIES:
         named[f"{family}-rl"] = {"model": family, "ranks": 1}
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
+    named["custom-1"] = {**CUSTOM, "ranks": 1}
     named["lora-1"] = {**LORA, "ranks": 1}
     named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
     named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}
@@ -209,11 +222,11 @@ def results(tmp_path_factory) -> Results:
     return Results(folder)
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Each tensor to 1e-5 of its norm."""
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: float = 1e-5) -> None:
+    """Each tensor to a ``share`` of its norm."""
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+        assert (found[name] - value).norm() <= share * value.norm(), name
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in REFUSED])
@@ -228,7 +241,8 @@ def test_losses_gradients_and_weights_equal_those_of_one_rank(results, name):
             {key: value for key, value in each.items() if key.startswith("weight")}
             for each in (found, expected)
         )
-    assert_close(found, expected)
+    is_tight = "resume_from" in case and "lora" not in case  # B has grown from zero for three steps only
+    assert_close(found, expected, 1e-6 if is_tight else 1e-5)
     for metrics, expected_metrics in zip(steps, expected_steps, strict=True):
         for key, value in expected_metrics.items():
             if not key.startswith(("perf/", "time/")):
@@ -246,7 +260,7 @@ def plain_loss(model, step: int) -> Tensor:
     for row in batch(step, {"is_supervised": True}):
         start = 0
         for length in row.sample_lengths.tolist():
-            ids = torch.from_numpy(row.input_ids[start : start + length])
+            ids = torch.from_numpy(row.input_ids[start : start + length]).long()
             is_trained = torch.from_numpy(row.ce_weights[start : start + length])[1:] != 0
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
@@ -331,6 +345,8 @@ def test_adapters_merged_into_their_base_are_the_trained_policy(results, name, t
     assert results.report(name)["steps"][-1]["val/loss"] == pytest.approx(loss, rel=1e-5)
 
 
+# PEFT gives fused experts a pattern of ranks, and then looks for it among modules alone
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_peft_loads_an_adapter_as_the_trained_policy(results, name):
     peft = pytest.importorskip("peft")
@@ -373,14 +389,18 @@ def test_collectives_of_a_step_of_four_forwards(results, name, gathers, scatters
     assert counts["_reduce_scatter_base_"] == scatters
 
 
+def test_all_ranks_collect_garbage_at_the_same_step_and_at_no_other(results):
+    assert results.report("small")["collections"] == [[0, 1, 1]] * 2
+    assert results.report("large")["collections"] == [[0, 0, 0]] * 2
+
+
 def test_copies_are_averaged_once_a_step(results):
     """Two forwards; of the five groups of weights, the experts' two are not cut within a copy and need no scatter."""
     counts = results.report("large-replicated")["collectives"]
     assert counts["_reduce_scatter_base_"] == 2 * 3
     totals_and_norm = results.report("large")["collectives"]["allreduce_"]
-    assert (
-        counts["allreduce_"] == totals_and_norm + 5 + 2
-    )  # the experts' norm is summed over both axes of their mesh
+    # the experts' norm is summed over both axes of their mesh, and their loads over all ranks
+    assert counts["allreduce_"] == totals_and_norm + 5 + 2 + 1
 
 
 # -- the roles, wired to the recipe --------------------------------------------------------------------------------------

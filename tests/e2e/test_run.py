@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +35,7 @@ from tests.e2e.runs import (
     versions_served,
     wait_for_end,
 )
-from tests.support import is_alive, wait_for
+from tests.support import ROOT, is_alive, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -50,66 +53,58 @@ def test_sft_learns_and_exports_a_model_that_transformers_loads(warm_model: Path
     assert model.num_parameters() > 300_000 and AutoTokenizer.from_pretrained(weights).chat_template
 
 
-def test_reward_rises_though_engine_router_and_environment_server_are_killed(
-    start: Callable[..., RunDir], work: Path
-) -> None:
-    """kill -9 of each serving role in the middle of a run: it goes on to the end, and the policy learns."""
-    run = start("serving")
-    kills = [(2, "env_server-0", 1), (5, "router-0", 2), (8, "inference-0", 1)]
+def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunDir], work: Path) -> None:
+    """kill -9 of each role in the middle of one run, which goes on in the same attempt, and the policy learns.
+
+    Servers are started again alone. Trainer and orchestrator go on together after the last checkpoint, with the engine
+    that lives: it serves a policy of the lost steps then, and must be brought back to the checkpoint's. The trainer
+    runs in a software environment of its own, which the profile names.
+    """
+    profile, python = profile_with_a_trainers_own_environment(work)
+    run = start("killed", profile=str(profile))
+    servers = [(2, "env_server-0", 1), (5, "router-0", 2), (8, "inference-0", 1)]
+    learners = [(13, "trainer-0", 2), (17, "orchestrator-0", 1)]
     before_kills = []
-    for step, name, depth in kills:
+    for step, name, depth in servers:
         wait_for(lambda step=step: last_step(run) >= step, f"step {step}", START_S)
         before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
-    assert wait_for_end(run, 600) == RunState.DONE, (run.root / "control" / "events.jsonl").read_text()[
-        -2000:
+    interpreters = [
+        process_of(run.root, *which).cmdline()[0] for which in (("trainer-0", 2), ("orchestrator-0",))
     ]
-    restarted = {row["process"] for row in events(run, "role_restarting")}
-    assert restarted == {name for _, name, _ in kills}
-    # The supervisor writes the last state and then ends, the batch process after it.
-    wait_for(lambda: not processes_of(run.root), "the batch process to end", 10)
-    wait_for(lambda: not any(map(is_alive, before_kills)), "every process to end", 10)
-    assert not contradictions(run)
-
-    evaluations = read_steps(run.metrics("eval"))
-    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 24))
-    assert before < 0.75 and after > before + 0.1 and after > 0.75, (before, after)
-    steps = read_steps(run.metrics("trainer"))
-    assert list(steps) == list(range(1, 25))
-    last = [row["mismatch_kl/all/mean"] for row in list(steps.values())[-3:]]
-    assert sum(last) / 3 <= 0.01
-
-
-def test_a_killed_trainer_and_a_killed_orchestrator_go_on_in_place_with_the_same_engine(
-    start: Callable[..., RunDir], work: Path
-) -> None:
-    """The engine serves a policy of the lost steps then: it must be brought back to the checkpoint's."""
-    run = start("recovering", "max_steps=12", "environments.eval=[]")
-    for step, name, depth in [(5, "trainer-0", 2), (9, "orchestrator-0", 1)]:
+    assert interpreters == [str(python), sys.executable]
+    for step, name, depth in learners:
         wait_for(lambda step=step: step in versions_served(run), f"policy {step} at the engine", START_S)
+        before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
         wait_for(
             lambda name=name: name in {row["process"] for row in events(run, "recovery_started")},
             f"the recovery from the end of {name}",
         )
-    assert wait_for_end(run, 600) == RunState.DONE
-    wait_for(lambda: not processes_of(run.root), "every process to end", 10)
-
+    assert wait_for_end(run, 600) == RunState.DONE, run.events.read_text()[-2000:]
+    # The supervisor writes the last state and then ends, the batch process after it.
+    wait_for(lambda: not processes_of(run.root), "the batch process to end", 10)
+    wait_for(lambda: not any(map(is_alive, before_kills)), "every process to end", 10)
     assert not contradictions(run)
-    steps = [row["after_step"] for row in events(run, "recovery_started")]
-    assert steps == [4, 8] and len(events(run, "attempt_started")) == 1
-    assert events(run, "recovery_started")[0]["signal"] == "SIGKILL" and not run.failure.exists()
+
+    recoveries = events(run, "recovery_started")
+    assert [row["after_step"] for row in recoveries] == [12, 16] and recoveries[0]["signal"] == "SIGKILL"
+    assert len(events(run, "attempt_started")) == 1 and not run.failure.exists()
     incarnations = {name: each["incarnation"] for name, each in read_json(run.state)["processes"].items()}
     assert incarnations.pop("trainer-0") == incarnations.pop("orchestrator-0") == 2
-    assert set(incarnations.values()) == {0}  # engine, router and environment server lived through it
-    assert run.latest_checkpoint() == 12
+    assert incarnations == {name: int(name in {each for _, each, _ in servers}) for name in incarnations}
     live = versions_served(run)
-    assert [after for before, after in pairwise(live) if after < before] == steps and live[-1] == 12
+    assert [after for before, after in pairwise(live) if after < before] == [12, 16] and live[-1] == 24
+
+    evaluations = read_steps(run.metrics("eval"))
+    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 24))
+    assert before < 0.75 and after > before + 0.1 and after > 0.75, (before, after)
     steps = read_steps(run.metrics("trainer"))
-    assert list(steps) == list(range(1, 13))
-    assert max(row["mismatch_kl/all/mean"] for row in steps.values()) <= 0.02
+    assert list(steps) == list(range(1, 25)) and run.latest_checkpoint() == 24
+    mismatch = [row["mismatch_kl/all/mean"] for row in steps.values()]
+    assert sum(mismatch[-3:]) / 3 <= 0.01 and max(mismatch) <= 0.02
     # the first batch of a recovery was sampled by the checkpoint's own policy: an engine of another one would show
-    assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (4, 8)) <= 1e-6
+    assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (12, 16)) <= 1e-6
 
 
 def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
@@ -176,3 +171,18 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
 def steps_of(run: RunDir, attempt: int) -> list[int]:
     """Steps that the trainer finished in one attempt."""
     return [row["step"] for row in read_jsonl(run.metrics("trainer")) if row["attempt"] == attempt]
+
+
+def profile_with_a_trainers_own_environment(folder: Path) -> tuple[Path, Path]:
+    """A profile of this machine that names another interpreter for the trainer, and that interpreter.
+
+    Its packages are those of this environment: what is shown is that the two need not be one.
+    """
+    venv.create(folder / "trainer-venv", symlinks=True, with_pip=False)
+    (packages,) = (folder / "trainer-venv" / "lib").glob("python*/site-packages")
+    (packages / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    python = folder / "trainer-venv" / "bin" / "python"
+    profile = folder / "two-environments.yaml"
+    software = f"software: {{roles: {{trainer: {{python: {python}}}}}}}\n"
+    profile.write_text((ROOT / "cluster_profiles" / "local.yaml").read_text() + software)
+    return profile, python

@@ -125,7 +125,7 @@ def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_polic
     start: Callable[..., RunDir], reversing_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "theirs")
-    teacher = f"{{url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
+    teacher = f"{{base_url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
     weights = "weights={transport: broadcast, full_interval: 100}"
     run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}", weights)
     wait_for(lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy", START_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,27 @@ def test_what_does_not_fit_is_named_with_its_mend(
     assert not finding["is_ok"] and mend in finding["mend"]
 
 
-def test_nodes_are_asked_for_themselves_and_a_bad_one_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_are_asked_for_themselves_and_bad_ones_are_named(cluster: Cluster, tmp_path: Path) -> None:
+    """The fabric of one node is down, and the clock of another one is ahead."""
     values = dict(load_yaml(VIRTUAL).values)
     values["runs_dir"] = str(tmp_path / "runs")
     values["preflight"] = {"health_checks": ['[ "$SLURMD_NODENAME" != n2 ] || { echo no link; exit 1; }']}
+    ahead, python = tmp_path / "ahead", tmp_path / "python"
+    ahead.mkdir()
+    (ahead / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 600\n")
+    python.write_text(
+        f'#!/bin/sh\n[ "$SLURMD_NODENAME" != n3 ] || export PYTHONPATH={ahead}:$PYTHONPATH\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    values["software"] = {"default": {"python": str(python)}}
     path = tmp_path / "mine.yaml"
     path.write_text(dump_yaml(values))
     found = findings_of(str(path), "--nodes", "3")
     assert found["nodes: answers"]["is_ok"] and found["nodes: versions"]["is_ok"]
     bad = {what: finding for what, finding in found.items() if not finding["is_ok"]}
-    assert list(bad) == ["nodes: site"] and bad["nodes: site"]["said"].startswith("n2:")
+    assert set(bad) == {"nodes: site", "nodes: clock"} and bad["nodes: site"]["said"].startswith("n2:")
+    clock = bad["nodes: clock"]
+    assert clock["said"].startswith("n3: ") and clock["said"].endswith("s ahead of the head"), clock
+    assert "chrony or ntp" in clock["mend"]
     assert not (tmp_path / "runs").exists()

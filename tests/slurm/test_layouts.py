@@ -126,3 +126,15 @@ def test_a_preemption_and_a_lost_node_of_either_component_bring_both_back_togeth
         toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()
     assert ask(["squeue", "--noheader"]) == ""
+
+
+def test_a_lost_head_without_requeue_fails_the_run_and_frees_the_other_component(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    toy = add_roles(new_toy(requeue=False))
+    toy.submit()
+    toy.wait_until_ready("inference-0", "trainer-0", "router-0")
+    with toy.cluster.without_power(CPU_HOST):
+        toy.wait_for_state(RunState.FAILED)
+        wait_for(lambda: not ask(["squeue", "--noheader"]).strip(), "the end of its other component")
+        wait_for(lambda: not toy.cluster.processes_of(toy.run), "the end of every process")

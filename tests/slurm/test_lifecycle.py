@@ -11,10 +11,12 @@ import subprocess
 from collections.abc import Callable
 
 from primerl_hpc.common.files import read_json
+from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
+from primerl_hpc.launch.prepare import job_script
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli, wait_for
+from tests.slurm.virtual import SAY, SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli, wait_for
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
@@ -109,13 +111,54 @@ def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmTo
     assert (used["source"], used["attempts"]) == ("sacct", 3) and used["node_hours"] > 0
 
 
-def test_slurm_itself_warns_before_the_walltime(new_toy: Callable[..., SlurmToy]) -> None:
+def test_a_walltime_is_heard_from_slurm_or_seen_on_the_clock(new_toy: Callable[..., SlurmToy]) -> None:
+    """SLURM may warn a minute early; where that is at the job's start, some versions warn nobody."""
     toy = add_roles(new_toy(time="00:01:00", signal_margin_s=45))
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0")
     wait_for(lambda: toy.events("run_requeued"), "the warning and the requeue", tell=toy.words)
-    assert toy.events("signal")[0]["signal"] == "SIGUSR2"
+    assert [row["reason"] for row in toy.events("stop_requested")] == ["walltime"]
     assert toy.run.latest_checkpoint() == 2
+    finish(toy)
+
+
+# a step takes 3 s, a save 8 s: after the first step, and when asked to stop
+SLOW = (
+    SAY
+    + """
+from primerl_hpc.common.metrics import MetricsWriter
+step, is_stop = run.latest_checkpoint() or 0, False
+print("goes on after", step, flush=True)
+publish_endpoint(run, name, "http://x:1")
+while not is_stop and not (run.root / "enough").exists():
+    time.sleep(3)
+    step, is_stop, seconds = step + 1, run.stop_request.exists(), {"time/step": 3.0}
+    if is_stop or step == 1:
+        time.sleep(8)
+        run.finish_checkpoint_side(step, "trainer", ("trainer",))
+        seconds = {"time/step": 11.0, "time/save_ckpt": 8.0}
+    MetricsWriter(run.metrics("trainer")).write(step, seconds)
+sys.exit(75 if is_stop else 0)
+"""
+)
+
+
+def test_a_job_that_nobody_warns_saves_as_early_as_its_own_steps_and_saves_need(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    toy = new_toy(time="00:01:00", signal_margin_s=2)
+    toy.add(Role.TRAINER, SLOW, OnExit.ENDS_PHASE)
+    toy.prepare()
+    script = job_script(toy.run)
+    script.write_text(re.sub("#SBATCH --signal=.*\n", "", script.read_text()))
+    toy.submit()
+    wait_for(lambda: toy.events("run_requeued"), "the end of its first life", tell=toy.words)
+    (asked,) = toy.events("stop_requested")
+    assert asked["reason"] == "walltime" and asked["save_s"] >= 8 and asked["left_s"] >= 40
+    steps = list(read_steps(toy.run.metrics("trainer")))
+    assert len(steps) > 1 and toy.run.latest_checkpoint() == steps[-1]  # no step is lost
+    toy.wait_until_ready("trainer-0", attempt=2)
+    toy.wait_for_words(f"goes on after {steps[-1]}", "trainer-0", attempt=2)
     finish(toy)
 
 

@@ -46,8 +46,8 @@ SMALL: dict[str, Any] = {
 class RealRun:
     """A submitted run and what SLURM says of it."""
 
-    def __init__(self, root: Path) -> None:
-        self.run, self.jobs = RunDir(root), JobWatcher()
+    def __init__(self, root: Path, said: str) -> None:
+        self.run, self.jobs, self.said = RunDir(root), JobWatcher(), said
 
     @property
     def state(self) -> RunState:
@@ -84,16 +84,24 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
     profile = dict(load_yaml(ROOT / "cluster_profiles" / "virtual.yaml").values)
     made: list[RealRun] = []
 
-    def go(name: str, recipe: dict[str, Any], *, slots: int = 1, command: str = "submit") -> RealRun:
+    def go(
+        name: str,
+        recipe: dict[str, Any],
+        *more: str,
+        slots: int = 1,
+        command: str = "submit",
+        policy: Path = model,
+    ) -> RealRun:
         profile["node"] = {**profile["node"], "cpu_slots": slots}
         (tmp_path / "profile.yaml").write_text(dump_yaml(profile))
         path = tmp_path / f"{name}.yaml"
         path.write_text(dump_yaml({**SMALL, "name": name, **recipe}))
         root = tmp_path / "runs" / name
         words = (command, str(path), "-p", str(tmp_path / "profile.yaml"), "--run-dir", str(root))
-        done = run_cli(*words, "--set", f"model.name={model}")
-        assert done.returncode == 0, done.stderr
-        made.append(RealRun(root))
+        done = run_cli(*words, "--set", f"model.name={policy}", *more)
+        if (root / "control" / "job.json").exists():
+            made.append(RealRun(root, done.stdout))
+        assert done.returncode == 0, done.stderr + "".join(each.words() for each in made)
         return made[-1]
 
     yield go
@@ -103,17 +111,25 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
     cluster.wait_until_idle()
 
 
-def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(submit: Callable[..., RealRun]) -> None:
-    """A data-parallel engine of two nodes takes new weights from a trainer of two nodes, and the run ends done."""
-    real = submit(
-        "rl", {"layout": {"inference": {"replicas": 1, "data_parallel": 2}, "trainer": {"ranks": 2}}}
-    )
-    real.wait_for_state(RunState.DONE)
+def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
+    submit: Callable[..., RealRun], tmp_path: Path
+) -> None:
+    """A data-parallel engine of two nodes, each with half of the experts, follows links of a trainer of two nodes."""
+    experts = make_tiny_model(tmp_path / "experts", rows=1, experts=4) / "model"
+    engine = {"replicas": 1, "data_parallel": 2, "expert_parallel": True}
+    layout = {"inference": engine, "trainer": {"ranks": 2}}
+    links = {"transport": "delta", "full_interval": 9}
+    recipe = {"layout": layout, "weights": links, "max_steps": 3}
+    real = submit("rl", recipe, "--follow", policy=experts)
+    assert real.state == RunState.DONE, real.words()
+    assert all(words in real.said for words in ("1/3 reward", "3/3 reward", "run done")), real.said
     steps = read_steps(real.run.metrics("trainer"))
-    assert list(steps) == [1, 2]
-    # a rank with other weights than the trainer's would sample tokens of other probability
+    assert list(steps) == [1, 2, 3]
+    log = (real.run.latest_logs / "inference" / "0_0.log").read_text(errors="replace")
+    assert f"serving policy version 2 from {real.run.delta_step(2)}" in log
+    # a rank with other weights than the trainer's, or without the other's experts, would sample tokens of other probability
     assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
-    assert real.run.latest_checkpoint() == 2
+    assert real.run.latest_checkpoint() == 3
     wait_for(lambda: {"inference-0", "trainer-0"} <= set(real.steps()), "accounting", tell=real.steps)
     nodes = real.steps()
     assert (nodes["inference-0"], nodes["trainer-0"]) == ("n[1-2]", "n[3-4]")

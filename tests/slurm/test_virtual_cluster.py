@@ -36,7 +36,9 @@ def test_up_after_a_kill_and_down_leave_nothing_behind(mine: Cluster, virtual_cl
     """Beside another cluster with the same node names and addresses, which it does not disturb."""
     mine.tool("up", "--nodes", "2", "--no-accounting")
     assert mine.tool("exec", str(mine.folder / "bin" / "srun"), "-N2", "hostname").split() != []
+    assert mine.tool("status").startswith("up ") and "main*" in mine.tool("status")
     os.kill(int((mine.folder / "holder.pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: mine.tool("status", check=False).startswith("down "), "its end to be told")
     mine.tool("up", "--nodes", "2", "--no-accounting")
     names = subprocess.run(
         [str(mine.folder / "bin" / "srun"), "-N2", "hostname"], capture_output=True, text=True, check=True

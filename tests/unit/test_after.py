@@ -47,7 +47,6 @@ def test_scripts_and_the_evaluations_run_are_prepared_with_the_run(folder: Path)
     assert "#SBATCH --time=00:20:00" in script and "#SBATCH --nodes=1\n" in script
     words = shlex.split(script.splitlines()[-1])
     assert words[-4:] == ["export", str(run.root), "--to", str(folder / "exported")]
-    assert "trap '' USR2" in script and "trap" not in (run.launch / "job.sbatch").read_text()
     plan = read_json(run.evaluation.plan)
     (phase,) = plan["phases"]
     assert plan["kind"] == "eval" and phase["model_path"] == str(folder / "model")

@@ -62,8 +62,8 @@ USR2, TERM = signal.SIGUSR2, signal.SIGTERM
         ("scheduler", {TERM}, True, True),
         ("cancel", {TERM}, True, False),
         ("cancel", set(), True, False),
-        ("SIGUSR2", {USR2, TERM}, True, True),  # the save took longer than the walltime
-        ("SIGUSR2", {USR2, TERM}, False, False),
+        ("walltime", {USR2, TERM}, True, True),  # the save took longer than the walltime
+        ("walltime", {TERM}, False, False),
     ],
 )
 def test_a_followed_link_hands_over_but_for_a_cancelled_run_and_a_fruitless_walltime(

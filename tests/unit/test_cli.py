@@ -170,11 +170,13 @@ def test_resume_may_ask_sbatch_for_something_else_and_for_nothing_that_the_plan_
     done = primerl("resume", "run", "--profile-set", "node.gpus=4", cwd=folder)
     assert done.returncode == ExitCode.CONFIG and "node.gpus cannot change" in done.stderr
     assert tree(folder / "run") == before
-    done = primerl("resume", "run", "--time", "12:00:00", cwd=folder, PATH="/usr/bin/nothing")
+    more = ("--time", "12:00:00", "--profile-set", "scheduler.signal_margin_s=900")
+    done = primerl("resume", "run", *more, cwd=folder, PATH="/usr/bin/nothing")
     assert done.returncode == ExitCode.UNAVAILABLE  # no SLURM here: what it would be asked is written
     script = (folder / "run" / "launch" / "job.sbatch").read_text()
     assert "#SBATCH --time=12:00:00\n" in script and "#SBATCH --partition=gpu\n" in script
     assert "12:00:00" in (folder / "run" / "profile.yaml").read_text()
+    assert json.loads((folder / "run" / "plan.json").read_text())["signal_margin_s"] == 900
 
 
 def test_render_does_not_overwrite_another_script(folder: Path) -> None:

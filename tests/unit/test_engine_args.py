@@ -65,6 +65,23 @@ def test_parallel_sizes_and_lengths_come_from_the_recipe() -> None:
     assert (found["max-model-len"], found["seed"]) == ("4096", "7")
 
 
+def test_blocks_that_leave_the_gpus_cache_may_go_to_host_memory() -> None:
+    found = flags(engine_args(recipe(inference={"kv_offload_gib": 16}), model_path="m", accelerator="gpu"))
+    assert (found["kv-offloading-size"], found["gpu-memory-utilization"]) == ("16.0", "0.9")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_parallel", "extension"),
+    [("cpu", True, "CPUWeightUpdate"), ("cpu", False, "WeightUpdate"), ("gpu", True, "WeightUpdate")],
+)
+def test_vllm_is_changed_only_where_experts_are_spread_over_cpus(
+    kind: str, is_parallel: bool, extension: str
+) -> None:
+    layout = {"inference": {"tensor_parallel": 2, "expert_parallel": is_parallel}}
+    found = flags(engine_args(recipe(layout=layout), model_path="m", accelerator=kind))
+    assert found["worker-extension-cls"].rsplit(".", 1)[1] == extension
+
+
 def test_logprobs_are_of_the_scaled_distribution_and_sampling_has_no_hidden_defaults() -> None:
     found = flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
     assert found["logprobs-mode"] == "processed_logprobs"

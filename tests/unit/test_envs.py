@@ -14,7 +14,7 @@ import pytest
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.envs import expose_shipped
-from primerl_hpc.envs.config import environment_config, environment_of, environments_of
+from primerl_hpc.envs.config import environment_config, environment_of
 from primerl_hpc.envs.tasks import load_tasks, resolve_environment
 from primerl_hpc.recipe.rollout_schema import Environment
 from primerl_hpc.recipe.schema import Recipe
@@ -61,17 +61,17 @@ def test_configs_are_made_without_loading_verifiers() -> None:
 
 def test_environment_servers_are_numbered_train_first_then_eval() -> None:
     environments = {
-        "train": [{"id": "a"}, {"id": "b"}],
+        "train": [{"id": "a", "servers": 2}, {"id": "b"}],
         "eval": [{"id": "a", "name": "held-out"}],
     }
     recipe = Recipe.model_validate(
         {"kind": "rl", "name": "r", "model": {"name": "m"}, "max_steps": 1, "environments": environments}
     )
-    found = [(split, environment.label) for split, environment in environments_of(recipe)]
-    assert found == [("train", "a"), ("train", "b"), ("eval", "held-out")]
-    assert environment_of(recipe, 2)[1].label == "held-out"
+    found = [(split, environment.label) for split, environment in recipe.environments.by_server]
+    assert found == [("train", "a"), ("train", "a"), ("train", "b"), ("eval", "held-out")]
+    assert environment_of(recipe, 3)[1].label == "held-out"
     with pytest.raises(NotFoundError):
-        environment_of(recipe, 3)
+        environment_of(recipe, 4)
 
 
 def test_verifiers_takes_the_config_as_it_is() -> None:

@@ -163,6 +163,29 @@ def test_a_recipe_of_a_model_elsewhere_is_submitted_without_gpus_too(folder: Pat
     assert "gres" not in directives and done["plan"]["accelerator"] == "cpu"
 
 
+def test_a_server_elsewhere_whose_key_the_job_would_not_have_is_refused_before_it(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    external = "evaluation: {external: {base_url: 'http://host:1/v1', key_variable: A_KEY}}"
+    teacher = (
+        "algorithm: {type: opd}\nteacher: {base_url: 'http://h/v1', model: {name: t}, key_variable: A_KEY}"
+    )
+    for kind, words in (("eval", external), ("rl", teacher)):
+        environments = "eval" if kind == "eval" else "train"
+        recipe = folder / f"{kind}.yaml"
+        recipe.write_text(
+            f"kind: {kind}\nname: elsewhere\nmodel: {{name: some/model}}\nmax_steps: 1\n{words}\n"
+            f"environments: {{{environments}: [{{id: reverse-text}}]}}\n"
+        )
+        prepare = ("submit", str(recipe), "-p", "h100x64", "--dry-run", "--run-dir", str(folder / kind))
+        done = primerl(*prepare)
+        assert "A_KEY" in str(done.exception), done.output
+        assert not (folder / kind).exists()
+        setup = primerl(*prepare, "--profile-set", "software.setup=[source keys.sh]")
+        assert setup.exit_code == 0, setup.output  # it may be there when the job runs
+
+
 def test_servers_elsewhere_get_only_what_was_asked_for():
     sent = external_sampling_config(Sampling(temperature=0.5, max_tokens=7)).model_dump(exclude_none=True)
     assert sent.get("temperature") == 0.5 and not {"top_k", "min_p", "top_p", "cache_salt"} & sent.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -180,6 +181,11 @@ def test_roles_are_merged_in_order_of_time_each_with_its_name(run: RunDir) -> No
     assert [line.split("│ ")[1][9:] for line in output.splitlines()] == ["ships batch 1"]
     _, output = show(run, "inference", "--grep", "ERR|loads", "-n", "1")
     assert "ERROR" in output and "loads" not in output
+    _, output = show(run, "--json")
+    rows = [json.loads(line) for line in output.splitlines()]
+    assert [row["process"] for row in rows] == ["orchestrator-0", *["inference-0"] * 3, "orchestrator-0"]
+    assert rows[1]["text"].endswith("loads") and (rows[1]["role"], rows[1]["attempt"]) == ("inference", 2)
+    assert rows[1]["time"] < rows[-1]["time"] <= time.time()
 
 
 @pytest.mark.parametrize("words", [("--grep", "("), ("--since", "soon")])

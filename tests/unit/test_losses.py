@@ -5,10 +5,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from primerl_hpc.recipe.training_schema import CISPOLoss, DPPOLoss, GRPOLoss, GSPOLoss, IPOLoss  # noqa: E402
+from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
+from primerl_hpc.recipe.training_schema import (  # noqa: E402
+    CISPOLoss,
+    CustomLoss,
+    DPPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    IPOLoss,
+)
 from primerl_hpc.trainer.batch import make_batch  # noqa: E402
-from primerl_hpc.trainer.losses import LossInputs, component_counts, rl_loss, step_loss  # noqa: E402
+from primerl_hpc.trainer.losses import (  # noqa: E402
+    LossInputs,
+    TokenLoss,
+    component_counts,
+    rl_loss,
+    step_loss,
+    try_loss,
+)
 from primerl_hpc.trainer.losses.components import mismatch_kl  # noqa: E402
+from primerl_hpc.trainer.losses.custom import CustomLossError  # noqa: E402
 from primerl_hpc.trainer.losses.ref_kl import ref_kl  # noqa: E402
 from tests.support import random_row  # noqa: E402
 
@@ -33,10 +49,17 @@ def inputs(values: dict[str, np.ndarray]) -> LossInputs:
     return LossInputs(**tensors, sequence_ids=torch.tensor(SEQUENCES), num_sequences=5)
 
 
-def numpy_loss(config, x: dict[str, np.ndarray]) -> np.ndarray:
+def numpy_loss(config, x: dict[str, np.ndarray], still: dict[str, np.ndarray] | None = None) -> np.ndarray:
+    """``still``: what the loss sees where it stops the gradient; log-probabilities alone differ from ``x``."""
     lp, mu, adv = x["logprobs"], x["inference_logprobs"], x["advantages"]
-    log_ratio, delta = lp - mu, np.exp(lp) - np.exp(mu)
-    ratio = np.exp(log_ratio)
+    old = (still or x)["logprobs"]
+    log_ratio, delta = lp - mu, np.exp(old) - np.exp(mu)
+    ratio, old_ratio = np.exp(log_ratio), np.exp(old - mu)
+    if config == "ref_kl":
+        policy = -np.where(delta < -0.2, 0, (x["ref_logprobs"] - old) * ratio)
+        return policy + 1e-3 * log_ratio**2
+    if config.type == "custom":
+        return -config.kwargs["scale"] * adv * lp
     kl = config.kl_tau * log_ratio**2
     if config.type == "dppo":
         drop = ((adv > 0) & (delta > config.mask_high)) | ((adv <= 0) & (delta < -config.mask_low))
@@ -44,11 +67,16 @@ def numpy_loss(config, x: dict[str, np.ndarray]) -> np.ndarray:
     if config.type == "ipo":
         return -np.where(np.abs(delta) > config.threshold, 0, config.adv_tau * adv * ratio) + kl
     if config.type == "cispo":
-        return -np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * adv * lp + kl
+        return -np.clip(old_ratio, 1 - config.clip_low, 1 + config.clip_high) * adv * lp + kl
     if config.type == "gspo":
-        ratio = np.exp([log_ratio[which == SEQUENCES].mean() for which in SEQUENCES])
+        sequence = np.exp([(old - mu)[which == SEQUENCES].mean() for which in SEQUENCES])
+        ratio = sequence * np.exp(lp - old)
     clipped = np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     return -np.minimum(ratio * adv, clipped * adv) + kl
+
+
+def reinforce(x: LossInputs, scale: float) -> TokenLoss:
+    return TokenLoss(-scale * x.advantages * x.logprobs, {"longing": x.advantages.abs()})
 
 
 CONFIGS = [
@@ -57,47 +85,41 @@ CONFIGS = [
     GRPOLoss(clip_low=0.2, clip_high=0.3, kl_tau=0.02),
     GSPOLoss(clip_low=0.1, clip_high=0.2, kl_tau=0.02),
     CISPOLoss(clip_low=0.5, clip_high=0.6, kl_tau=0.02),
+    CustomLoss(import_path=f"{__name__}:reinforce", kwargs={"scale": 0.5}),
+    "ref_kl",
 ]
+NAMES = ["dppo", "ipo", "grpo", "gspo", "cispo", "custom", "ref_kl"]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def torch_loss(x: LossInputs, config) -> torch.Tensor:
+    return (ref_kl(x) if config == "ref_kl" else rl_loss(x, config)).loss
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_is_its_formula(config, seed):
     values = case(seed)
     np.testing.assert_allclose(
-        rl_loss(inputs(values), config).loss.detach(), numpy_loss(config, values), rtol=1e-12, atol=1e-14
+        torch_loss(inputs(values), config).detach(), numpy_loss(config, values), rtol=1e-12, atol=1e-14
     )
 
 
-@pytest.mark.parametrize("config", CONFIGS[:3], ids=lambda config: config.type)
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("seed", range(5))
 def test_gradient_is_the_finite_difference_of_the_formula(config, seed):
-    """gspo and cispo stop part of their gradient on purpose: see the next two tests."""
+    """Masks, gspo's sequence ratio, cispo's weight and the reverse KL's advantage stand still: they carry no gradient."""
     values, step = case(seed), 1e-6
     x = inputs(values)
-    rl_loss(x, config).loss.sum().backward()
+    torch_loss(x, config).sum().backward()
     for token in range(len(SEQUENCES)):
         sides = []
         for sign in (1, -1):
             moved = values | {"logprobs": values["logprobs"].copy()}
             moved["logprobs"][token] += sign * step
-            sides.append(numpy_loss(config, moved).sum())
+            sides.append(numpy_loss(config, moved, values).sum())
         assert x.logprobs.grad[token].item() == pytest.approx(
             (sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-8
         )
-
-
-def test_gspo_gradient_is_the_sequence_ratio_where_it_is_not_clipped():
-    values, config = case(1), GSPOLoss(clip_low=0.1, clip_high=0.2)
-    x = inputs(values)
-    result = rl_loss(x, config)
-    result.loss.sum().backward()
-    log_ratio = values["logprobs"] - values["inference_logprobs"]
-    ratio = np.exp([log_ratio[which == SEQUENCES].mean() for which in SEQUENCES])
-    is_open = 1 - result.metrics["is_masked"].numpy()
-    np.testing.assert_allclose(
-        x.logprobs.grad, -is_open * ratio * values["advantages"], rtol=1e-9, atol=1e-12
-    )
 
 
 def test_cispo_gives_every_token_a_gradient():
@@ -106,18 +128,70 @@ def test_cispo_gives_every_token_a_gradient():
     assert (x.logprobs.grad != 0).all()
 
 
-def test_ref_kl_pulls_towards_the_reference_and_drops_tokens_that_fell():
-    values = case(3)
-    x = inputs(values)
-    lp, mu, ref = values["logprobs"], values["inference_logprobs"], values["ref_logprobs"]
-    keep = (np.exp(lp) - np.exp(mu) >= -0.2).astype(float)
-    expected = -keep * (ref - lp) * np.exp(lp - mu) + 1e-3 * (lp - mu) ** 2
-    result = ref_kl(x)
-    np.testing.assert_allclose(result.loss.detach(), expected, rtol=1e-12)
-    result.loss.sum().backward()
-    np.testing.assert_allclose(
-        x.logprobs.grad, -keep * (ref - lp) * np.exp(lp - mu) + 2e-3 * (lp - mu), rtol=1e-9
-    )
+def per_sample(x: LossInputs) -> torch.Tensor:
+    return x.sequence_mean(x.logprobs)[:2]
+
+
+def detached(x: LossInputs) -> torch.Tensor:
+    return x.logprobs.detach()
+
+
+def silly(x: LossInputs) -> TokenLoss:
+    return TokenLoss(-x.logprobs, {"name": 1.0})
+
+
+def failing(x: LossInputs) -> torch.Tensor:
+    return x.no_such_thing
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "says"),
+    [
+        ("nowhere:loss", ConfigError, "importing 'nowhere' failed"),
+        ("tests.unit.test_losses:absent", ConfigError, "has no 'absent'"),
+        (
+            "tests.unit.test_losses:per_sample",
+            CustomLossError,
+            r"returned \(2,\), not a number for each of the 4",
+        ),
+        ("tests.unit.test_losses:silly", CustomLossError, "returned float as its metric name"),
+        ("tests.unit.test_losses:failing", CustomLossError, "raised AttributeError: .*no_such_thing"),
+        ("tests.unit.test_losses:detached", CustomLossError, "has no gradient"),
+    ],
+)
+def test_a_custom_loss_that_cannot_be_used_is_refused_before_the_first_step(path, kind, says):
+    with pytest.raises(kind, match=says) as caught:
+        try_loss(CustomLoss(import_path=path))
+    assert kind is ConfigError or caught.value.exit_code == ExitCode.NO_CONTINUE
+
+
+def test_every_metric_of_a_step_is_among_those_that_the_trial_named():
+    row = random_row(np.random.default_rng(0), [9, 12])
+    batch, counts = make_batch([row], torch.device("cpu")), torch.ones(3)
+    for config in CONFIGS[:-1]:
+        _, found = step_loss(batch, batch.inference_logprobs + 0.3, counts, config)
+        assert set(found) == {"loss/rl", *try_loss(config)}
+    assert found["longing/mean"][0] == batch.advantages.abs().sum()
+
+
+def test_masked_and_unmasked_tokens_have_metrics_of_their_own():
+    rng = np.random.default_rng(1)
+    row = random_row(rng, [4] * 10)
+    row.advantages[:] = np.where(rng.random(10) < 0.5, -1, 1)
+    batch = make_batch([row], torch.device("cpu"))
+    logprobs = batch.inference_logprobs + torch.from_numpy(rng.normal(size=len(batch.targets)))
+    _, found = step_loss(batch, logprobs, torch.ones(3), IPOLoss(threshold=0.01))
+    masked = ((logprobs.exp() - batch.inference_logprobs.exp()).abs() > 0.01).numpy()
+    kl = mismatch_kl(logprobs, batch.inference_logprobs).numpy()
+    assert 0 < masked.sum() < len(masked)
+    for name, values, members in (
+        ("masked_mismatch_kl", kl, masked),
+        ("unmasked_mismatch_kl", kl, ~masked),
+        ("masked_advantage_positive", batch.advantages.numpy() > 0, masked),
+        ("masked_advantage_negative", batch.advantages.numpy() < 0, masked),
+    ):
+        total, count = found[f"{name}/mean"]
+        assert (total.item(), count.item()) == pytest.approx((values[members].sum(), members.sum()), rel=1e-5)
 
 
 def test_step_loss_adds_components_each_over_its_own_token_count():
@@ -125,7 +199,7 @@ def test_step_loss_adds_components_each_over_its_own_token_count():
     rows = [random_row(rng, [6, 9]), random_row(rng, [12])]
     for row in rows:
         row.ce_weights = (rng.random(row.num_tokens) < 0.5).astype(np.float32)
-        row.ref_kl_weights = (rng.random(row.num_tokens) < 0.5).astype(np.float32) * row.loss_mask
+        row.ref_kl_weights = rng.random(len(row.sample_lengths)).astype(np.float32)
     counts = torch.tensor(component_counts(rows), dtype=torch.float32)
     batch = make_batch(rows, torch.device("cpu"))
     logprobs = (batch.inference_logprobs - 0.1).requires_grad_()

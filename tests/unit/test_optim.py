@@ -115,20 +115,39 @@ def train_some(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer)
     return [value.detach().numpy() for value in parameters]
 
 
+def make_sign_sgd(parameters: list[nn.Parameter]) -> SignSGD:
+    return SignSGD(parameters, lr=LR, weight_decay=DECAY)
+
+
+def reference_sign_sgd() -> list[np.ndarray]:
+    weights = tensors(0)
+    for step in range(1, STEPS + 1):
+        weights = [
+            w * (1 - LR * DECAY) - LR * np.sign(g) for w, g in zip(weights, tensors(step), strict=True)
+        ]
+    return weights
+
+
+KINDS = {"muon": (make_muon, reference_muon), "sign_sgd": (make_sign_sgd, reference_sign_sgd)}
+
+
 def run_rank(rank: int, size: int, mesh_shape: tuple[int, ...], names: list[str], folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", mesh_shape)
-    expected, worst = reference_muon(), {}
+    worst = {}
     for name in names:
-        flat, fused = PLACEMENTS[name]
-        parameters = [
-            nn.Parameter(distribute_tensor(torch.from_numpy(value), mesh, flat if value.ndim == 2 else fused))
-            for value in tensors(0)
-        ]
-        values = train(parameters, make_muon(parameters))
-        worst[name] = max(
-            float(np.abs(value - other).max()) for value, other in zip(values, expected, strict=True)
-        )
+        for kind, (make, reference) in KINDS.items():
+            flat, fused = PLACEMENTS[name]
+            parameters = [
+                nn.Parameter(
+                    distribute_tensor(torch.from_numpy(value), mesh, flat if value.ndim == 2 else fused)
+                )
+                for value in tensors(0)
+            ]
+            values = train(parameters, make(parameters))
+            worst[f"{name}, {kind}"] = max(
+                float(np.abs(value - other).max()) for value, other in zip(values, reference(), strict=True)
+            )
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(worst))
     dist.barrier()
     dist.destroy_process_group()
@@ -139,24 +158,19 @@ def run_rank(rank: int, size: int, mesh_shape: tuple[int, ...], names: list[str]
     [((3,), ["rows", "columns"]), ((2, 2), ["replicated-and-rows", "experts-and-rows"])],
     ids=["3-ranks", "2x2-ranks"],
 )
-def test_muon_does_not_depend_on_how_matrices_are_cut(tmp_path, mesh_shape, names):
+def test_an_update_does_not_depend_on_how_matrices_are_cut(tmp_path, mesh_shape, names):
     size = int(np.prod(mesh_shape))
     torch.multiprocessing.spawn(run_rank, (size, mesh_shape, names, str(tmp_path)), nprocs=size)
     for rank in range(size):
         worst = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        assert set(worst) == set(names)
+        assert set(worst) == {f"{name}, {kind}" for name in names for kind in KINDS}
         assert max(worst.values()) < 1e-5
 
 
 def test_sign_sgd_moves_every_weight_by_the_rate_and_keeps_no_state():
     parameters = whole_parameters()
-    optimizer = SignSGD(parameters, lr=LR, weight_decay=DECAY)
-    expected = tensors(0)
-    for step in range(1, STEPS + 1):
-        expected = [
-            w * (1 - LR * DECAY) - LR * np.sign(g) for w, g in zip(expected, tensors(step), strict=True)
-        ]
-    for value, other in zip(train(parameters, optimizer), expected, strict=True):
+    optimizer = make_sign_sgd(parameters)
+    for value, other in zip(train(parameters, optimizer), reference_sign_sgd(), strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
     assert not optimizer.state
 

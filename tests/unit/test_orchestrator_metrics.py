@@ -10,7 +10,7 @@ import pytest
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.orchestrator.batches import BatchCutter
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
-from primerl_hpc.orchestrator.metrics import batch_metrics
+from primerl_hpc.orchestrator.metrics import batch_metrics, disk_metrics, effective_metrics, group_metrics
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.traces import TraceWriter
@@ -94,6 +94,9 @@ def metrics() -> dict[str, float]:
         ("off_policy/in_flight/max", 2.0),
         ("off_policy/in_queue/mean", 1.0),
         ("batch/samples", 6),
+        ("effective/reward/words/mean", 0.5),
+        ("effective/reward/nim/max", 0.0),
+        ("effective/turns/mean", 2.0),
         ("batch/trainable", 1.0),
     ],
 )
@@ -105,6 +108,20 @@ def test_distributions_have_mean_bounds_and_tails(metrics):
     for name in ("reward", "completion_tokens", "prompt_tokens", "turns", "branches", "rollout_s"):
         for suffix in ("", "/words", "/nim"):
             assert {f"{name}{suffix}/{part}" for part in ("mean", "min", "max", "p10", "p90")} <= set(metrics)
+
+
+def test_rollouts_of_equal_reward_are_described_but_not_as_effective():
+    cutter = BatchCutter(RECIPE.rollouts, Scorer(RECIPE), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    cutter.add(group(0, [rollout(1.0), rollout(1.0)], version=0))
+    cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+    groups = cutter.take(1, 0).groups
+    assert group_metrics(groups)["reward/mean"] == 0.75
+    assert effective_metrics(groups)["effective/reward/mean"] == 0.5
+
+
+def test_the_disk_that_fills_is_told(tmp_path):
+    told = disk_metrics(tmp_path)
+    assert told["system/ckpt_disk_free_gib"] > 0 and 0 <= told["system/ckpt_disk_used_share"] <= 1
 
 
 def test_every_rollout_is_a_line_and_so_is_every_failure(tmp_path):

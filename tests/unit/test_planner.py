@@ -59,11 +59,12 @@ def test_the_warmup_feeds_the_main_phase() -> None:
 
 
 def test_a_server_by_address_is_not_started_and_the_others_keep_their_numbers() -> None:
-    recipe = tiny("environments.train=[{id: a, address: 'tcp://h:1'}, {id: b}]", "warmup=null")
+    recipe = tiny("environments.train=[{id: a, address: 'tcp://h:1'}, {id: b, servers: 2}]", "warmup=null")
     servers = plan(recipe, load_profile("local").profile).phase("main").of_role(Role.ENV_SERVER)
     assert [(server.name, server.log) for server in servers] == [
         ("env_server-1", "envs/train/b.log"),
-        ("env_server-2", "envs/eval/held-out.log"),
+        ("env_server-2", "envs/train/b/1.log"),
+        ("env_server-3", "envs/eval/held-out.log"),
     ]
 
 
@@ -119,12 +120,30 @@ def test_a_teachers_engines_come_after_the_trainer_and_serve_their_own_model() -
         ("restart", f"teacher/{index}.log", 1800) for index in (0, 1)
     ]
     assert any("teacher: 1 nodes of its own for 2 engines" in note for note in made.notes)
-    theirs = main.for_teacher()
+    theirs = main.for_frozen(Role.TEACHER)
     assert theirs.model_path == theirs.recipe.model.name == "org/big"
     assert (theirs.recipe.layout.inference.tensor_parallel, theirs.recipe.max_model_len) == (4, 129)
     assert not made.phase("warmup").of_role(Role.TEACHER)
     adapted = recipe.model_copy(update={"lora": LoRA()})
-    assert adapted.for_teacher().policy_name == "org/big"  # adapters are the policy's alone
+    assert adapted.for_frozen(Role.TEACHER).policy_name == "org/big"  # adapters are the policy's alone
+
+
+def test_a_judges_engines_come_last_and_run_in_training_and_evaluation_alike() -> None:
+    judge = "judge={model: {name: org/wise}, layout: {tensor_parallel: 8}}"
+    counts = ("layout.inference.replicas=8", "layout.trainer.ranks=auto")
+    made = plan(tiny(*counts, "algorithm.type=opd", TEACHER, judge), gpu_profile(nodes=4))
+    main = made.phase("main")
+    (judging,) = main.of_role(Role.JUDGE)
+    assert (judging.nodes, judging.on_exit, judging.log) == ((3,), "restart", "judge/0.log")
+    assert [each.nodes for each in main.of_role(Role.TEACHER)] == [(2,), (2,)]
+    theirs = main.for_frozen(Role.JUDGE)
+    assert (theirs.model_path, theirs.recipe.max_model_len) == ("org/wise", 256)  # twice the policy's
+    servers = main.of_role(Role.ENV_SERVER)
+    assert {each.ready_timeout_s for each in servers} == {600 + 1800}  # they wait for it
+    scores = plan(tiny(*counts, "kind=eval", "warmup=null", judge), gpu_profile(nodes=2)).phase("main")
+    assert [each.nodes for each in scores.of_role(Role.JUDGE)] == [(1,)] and not scores.of_role(Role.TEACHER)
+    elsewhere = tiny("judge={model: {name: wise}, base_url: 'http://h/v1'}")
+    assert not plan(elsewhere, gpu_profile(nodes=2)).phase("main").of_role(Role.JUDGE)
 
 
 def test_a_teacher_shares_the_only_node_and_one_at_an_address_takes_nothing() -> None:
@@ -136,7 +155,7 @@ def test_a_teacher_shares_the_only_node_and_one_at_an_address_takes_nothing() ->
         "trainer-0": (1, 2),
         "teacher-0": (3,),
     }
-    remote = tiny("algorithm.type=sft_distill", "teacher={url: 'http://h/v1', model: {name: t}}")
+    remote = tiny("algorithm.type=sft_distill", "teacher={base_url: 'http://h/v1', model: {name: t}}")
     assert not plan(remote, local).phase("main").of_role(Role.TEACHER)
 
 
@@ -210,6 +229,12 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
             gpu_profile(1),
             ["16 accelerators", "teacher.layout.tensor_parallel"],
         ),
+        (
+            ["layout.trainer.ranks=3", "judge.model.name=j"],
+            load_profile("local").profile,
+            ["5 accelerators", "3 trainer ranks + 1 of the judge", "has 4"],
+        ),
+        (["inference.kv_offload_gib=4"], load_profile("local").profile, ["kv_offload_gib", "host memory"]),
         (["layout.inference.tensor_parallel=16"], gpu_profile(1), ["16 accelerators", "has 8"]),
         (["layout.inference.tensor_parallel=12"], gpu_profile(4), ["12 accelerators", "multiple of 8"]),
         (

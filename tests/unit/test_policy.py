@@ -180,8 +180,9 @@ USR2, TERM = signal.SIGUSR2, signal.SIGTERM
 @pytest.mark.parametrize(
     "reason, signals, progressed, again",
     [
-        ("SIGUSR2", {USR2}, True, True),
-        ("SIGUSR2", {USR2}, False, False),  # the next attempt would end the same way
+        ("walltime", {USR2}, True, True),
+        ("walltime", set(), True, True),  # SLURM's own warning was lost
+        ("walltime", set(), False, False),  # the next attempt would end the same way
         ("scheduler", set(), False, True),  # preempted: no fault of the run
         ("scheduler", {TERM}, True, False),  # cancelled; or SLURM requeues it itself
         ("SIGTERM", {TERM}, True, False),

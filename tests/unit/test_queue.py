@@ -48,7 +48,7 @@ def make_sample(rng: np.random.Generator) -> Sample:
     mask = rng.random(length) < 0.5
     mask[0] = False
     return Sample(
-        rng.integers(0, 99, length),
+        rng.integers(0, 99, length).astype(np.int32),
         mask,
         np.where(mask, rng.normal(size=length), 0).astype(np.float32),
         temperature=0.7,

@@ -115,6 +115,13 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
         (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
         (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+        (MINIMAL + "timeouts: {health_s: 3}\n", ["timeouts.health_s", "10"]),
+        ("kind: inference\nname: a\nmodel: {name: m}\njudge: {model: {name: j}}\n", ["kinds rl and eval"]),
+        (
+            "kind: eval\nname: a\nmodel: {name: m}\nenvironments: {eval: [{id: a}]}\njudge: {model: {name: j}}\n"
+            "evaluation: {external: {base_url: 'http://h/v1'}}\n",
+            ["give its judge a base_url"],
+        ),
         (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
         (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),
         (MINIMAL + "lora: {target_modules: []}\n", ["lora.target_modules"]),

@@ -58,3 +58,12 @@ def test_spare_nodes_are_asked_for_and_a_lost_node_does_not_end_the_job() -> Non
     plain = script(profile).splitlines()
     assert "#SBATCH --nodes=2" in plain and "#SBATCH --no-kill" not in plain
     assert "#SBATCH --nodes=4" in lines and "#SBATCH --no-kill" in lines
+
+
+def test_a_walltime_warning_before_the_supervisor_is_there_ends_nothing() -> None:
+    """SLURM may warn in a job's first second; the default action of USR2 is death."""
+    profile = load_profile("virtual").profile
+    software = profile.software.model_copy(update={"setup": ("kill -USR2 $$",)})
+    text = script(profile.model_copy(update={"software": software}), python="/bin/echo")
+    done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
+    assert done.stdout == "-m primerl_hpc.runtime.supervisor /shared/runs/tiny-001\n"

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.report import command
 from primerl_hpc.common.files import append_json, write_json, write_text
+from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.summary import print_summary
 from primerl_hpc.observe.svg import MOST_POINTS, chart, thin
 
 EVIL = "<script>alert('1')</script> & \"quotes\""
@@ -116,3 +118,12 @@ def test_flat_and_single_points_are_drawn_and_nothing_is_nothing() -> None:
     assert chart("none", {"a": []}) == ""
     for points in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)]):
         ElementTree.fromstring(re.search(r"<svg.*</svg>", chart("flat", {"a": points}))[0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("role", ["trainer", "sft"])
+def test_the_end_of_a_run_names_a_log_that_there_is(
+    run: RunDir, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append_json(run.metrics(role), {"step": 1, "attempt": 1, "time": time.time()})
+    print_summary(run, RunState.DONE, None, 60)
+    assert capsys.readouterr().out.endswith(f"or   primerl-hpc logs math-001 {role}\n")

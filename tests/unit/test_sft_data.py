@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
+from primerl_hpc.recipe.model_schema import Model
 from primerl_hpc.recipe.renderer import make_renderer
-from primerl_hpc.recipe.schema import Model
 from primerl_hpc.recipe.sft_rows import Row, row_messages, row_tools
 from primerl_hpc.recipe.sft_schema import SFT, LossMask, SFTData
 from primerl_hpc.recipe.sft_tables import Chain, open_rows
@@ -18,7 +21,8 @@ from primerl_hpc.trainer import sft_tokens
 from primerl_hpc.trainer.sft_data import SFTStream, pack_best_fit
 from primerl_hpc.trainer.sft_mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft_tokens import Peers, Sample, Tokenizer
-from tests.support import make_tiny_model
+from tests.hub import serve_hub
+from tests.support import ROOT, make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +187,61 @@ def test_datasets_saved_to_disk_are_read(tmp_path):
     ]
     test = open_rows(SFTData(path=str(tmp_path / "many"), split="test"))
     assert all_values(test) == [{"prompt": "b", "completion": "b"}]
+
+
+CARD = """---
+configs:
+- {config_name: easy, data_files: [{split: train, path: easy/train.jsonl}, {split: test, path: easy/test.jsonl}]}
+- {config_name: hard, data_files: [{split: train, path: hard/train.jsonl}]}
+---
+"""
+READ = """
+import json, sys
+from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.recipe.sft_schema import SFTData
+from primerl_hpc.recipe.sft_tables import open_rows
+for fields in json.loads(sys.argv[1]):
+    try:
+        rows = open_rows(SFTData(**fields))
+        print(json.dumps([rows[index].values["prompt"] for index in range(len(rows))]))
+    except NotFoundError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_subsets_and_splits_of_a_dataset_on_the_hub_are_read(tmp_path):
+    """In a process of its own: the hub's address is read once."""
+
+    def rows(letters: str) -> bytes:
+        return "".join(f'{{"prompt": "{each}", "completion": "c"}}\n' for each in letters).encode()
+
+    files = {"easy/train.jsonl": rows("abc"), "easy/test.jsonl": rows("d"), "hard/train.jsonl": rows("ef")}
+    org = {"path": "org/rows"}
+    asked = [
+        {**org, "subset": "easy"},
+        {**org, "subset": "easy", "split": "test"},
+        {**org, "subset": "hard", "num_rows": 1},
+        {**org, "subset": "none"},
+        {"path": "org/other"},
+    ]
+    with serve_hub({"org/rows": {"README.md": CARD.encode(), **files}}) as url:
+        home = {
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", READ, json.dumps(asked)],
+            env={**os.environ, **home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    *found, no_subset, no_dataset = map(json.loads, done.stdout.splitlines())
+    assert found == [["a", "b", "c"], ["d"], ["e"]]
+    assert "no dataset 'org/rows' here or on the hub" in no_subset and "none" in no_subset
+    assert "no dataset 'org/other' here or on the hub" in no_dataset
 
 
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl_hpc.common.names import Kind
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.runtime.guard import descendants_of, handles
-from primerl_hpc.runtime.watchdog import PAUSES, StallClock, is_answering, suspect
+from primerl_hpc.runtime.watchdog import PAUSES, HealthWatch, StallClock, is_answering, suspect
 from tests.support import ROOT, wait_for
 
 
@@ -69,6 +70,21 @@ def test_a_server_that_takes_a_connection_and_says_nothing_does_not_answer() -> 
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert not asyncio.run(is_answering(url, 0.5))
     assert asyncio.run(is_answering(url, 0.5))  # refused: it is gone, and known to be
+
+
+def test_a_server_that_was_late_once_does_not_hang(tmp_path: Path) -> None:
+    watch = HealthWatch(RunDir(tmp_path), ["inference-0"], limit_s=10.0)
+
+    def is_hung_after(asked_at: float, given_up_at: float, url: str = "http://n0:1") -> bool:
+        watch.note_silence("inference-0", url, asked_at, given_up_at)
+        return watch.is_hung("inference-0")
+
+    assert not is_hung_after(0.0, 5.0)
+    assert not is_hung_after(7.5, 10.0)
+    assert is_hung_after(12.5, 17.5)
+    assert not is_hung_after(20.0, 25.0, "http://n0:2")  # its successor
+    watch.forget("inference-0")
+    assert not is_hung_after(100.0, 105.0)
 
 
 DUMPS = """

@@ -21,7 +21,7 @@ from primerl_hpc.observe.bottleneck import find_bottleneck
 from primerl_hpc.observe.catalog import Catalog
 from primerl_hpc.observe.depth import OneRun
 from primerl_hpc.observe.forecast import make_forecast
-from primerl_hpc.observe.screen import SLOWEST_S, fit, next_pause
+from primerl_hpc.observe.screen import SLOWEST_S, fit, next_pause, watch
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.table import AllRuns
 from primerl_hpc.observe.text import format_age
@@ -412,6 +412,30 @@ def test_redraws_become_rarer_while_nothing_happens() -> None:
         pause = next_pause(pause, 2.0, is_changed=False)
     assert pause == SLOWEST_S and next_pause(pause, 2.0, is_changed=True) == 2.0
     assert next_pause(60.0, 60.0, is_changed=False) == 60.0
+
+
+def test_a_watched_run_is_a_line_of_json_for_programs_whenever_something_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Steps:
+        looks = 0
+
+        def look(self) -> None:
+            self.looks += 1
+            if self.looks > 6:
+                raise KeyboardInterrupt
+
+        def text(self) -> str:
+            raise AssertionError("a program does not read it")
+
+        def as_json(self) -> object:
+            return {"step": self.mark()}
+
+        def mark(self) -> object:
+            return self.looks // 3
+
+    watch(Steps(), 0.0, as_json=True)
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

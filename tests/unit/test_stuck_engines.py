@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.names import Role
 from primerl_hpc.orchestrator import engines
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.engines import EngineWatch, StuckClock
@@ -60,7 +61,9 @@ def test_the_supervisor_is_asked_for_its_successor(tmp_path: Path, monkeypatch) 
     )
 
     async def check() -> None:
-        async with serving(tmp_path, "inference-0", "inference-1") as (run, fleet, (stuck, idle)):
+        async with serving(tmp_path, "inference-0", "inference-1", "teacher-0") as (run, fleet, engines_):
+            stuck, idle, teacher = engines_
+            teacher.metrics = METRICS.format(running=1, tokens=5)
             stuck.metrics = METRICS.format(running=2, tokens=77)
             idle.metrics = METRICS.format(running=0, tokens=1)
             watch = EngineWatch(
@@ -70,10 +73,13 @@ def test_the_supervisor_is_asked_for_its_successor(tmp_path: Path, monkeypatch) 
                 is_updating=lambda: False,
                 take_back=lambda count: None,
                 stuck_after_s=0.1,
+                frozen=[Role.TEACHER],
             )
             task = asyncio.create_task(watch.watch())
             async with asyncio.timeout(30):
                 while (asked := read_json_or_none(run.restart_request("inference-0"))) is None:
+                    await asyncio.sleep(0.01)
+                while not run.restart_request("teacher-0").exists():
                     await asyncio.sleep(0.01)
             task.cancel()
             assert asked["process"] == "inference-0" and "no token" in asked["reason"]

@@ -347,7 +347,7 @@ def test_a_frozen_engine_is_started_again_though_its_process_lives(toy: Toy) -> 
     publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[3], f"http://127.0.0.1:{server.server_port}")
     server.serve_forever()
     """
-    toy.recipe = RECIPE | {"timeouts": {"health_s": 2}}
+    toy.recipe = RECIPE | {"timeouts": {"health_s": 10}}
     toy.add(Role.INFERENCE, code, OnExit.RESTART)
     toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
     toy.start()

@@ -164,6 +164,22 @@ def test_an_engine_that_did_not_answer_is_told_from_a_bad_request(status, is_eng
     assert caught.value.is_engine_fault is is_engine_fault
 
 
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("APIConnectionError: Connection error.", "NoJudge"),
+        ("RateLimitError: 429", "NoJudge"),
+        ("BadRequestError: 400", "TaskError"),
+        ("ValueError: judge returned no YES/NO verdict: 'hm'", "TaskError"),
+    ],
+)
+def test_a_judge_that_is_away_is_told_from_one_that_makes_no_sense(cause, kind):
+    error = Error(type="TaskError", message=f"task Maths scoring: {cause}")
+    with pytest.raises(RolloutFailed, match=f"^{kind}: ") as caught:
+        rollout_of(episode(trace([prompt([1])], ok=False, errors=[error])), temperature=1.0)
+    assert caught.value.is_engine_fault is (kind == "NoJudge")
+
+
 def test_failed_episode_without_a_trace_is_a_failure():
     with pytest.raises(RolloutFailed, match="TimeoutError"):
         rollout_of(episode(ok=False, errors=[Error(type="TimeoutError", message="late")]), temperature=1.0)

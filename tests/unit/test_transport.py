@@ -29,12 +29,18 @@ def batch(seed: int, ranks: int = 2, rows: int = 3) -> list[list[MicroBatch]]:
 def assert_equal(one: MicroBatch, other: MicroBatch) -> None:
     for each in fields(MicroBatch):
         mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        if theirs is None:  # zeros where another row of the rank has the stream
+            assert mine is None or not mine.any()
+            continue
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_every_rank_receives_its_rows_bit_for_bit(tmp_path):
     run, ranks = RunDir(tmp_path), batch(0)
+    distilled = ranks[0][1]
+    distilled.ce_weights = np.linspace(0, 1, distilled.num_tokens, dtype=np.float32)
+    distilled.ref_logprobs = -distilled.ce_weights
     info = StepInfo(step=3, env_names=["a", "é"], policy_version_min=1, num_samples=24, metrics={"x": 0.5})
     FilesystemSender(run).send(info, ranks)
     for rank, rows in enumerate(ranks):
@@ -42,6 +48,7 @@ def test_every_rank_receives_its_rows_bit_for_bit(tmp_path):
         assert found_info == info
         for one, other in zip(found, rows, strict=True):
             assert_equal(one, other)
+        assert (found[0].ce_weights is None) == (rank == 1)  # what no row has costs nothing
 
 
 def test_receiver_waits_for_a_batch_that_comes_later_and_gives_up_in_time(tmp_path):
@@ -132,6 +139,27 @@ def test_a_committed_version_is_a_checked_model_folder(tmp_path):
     assert not (folder / "model.safetensors").exists()
     reader.close(1, "engine-0")
     assert not run.has_lease(folder)
+
+
+def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_models(tmp_path):
+    base, other = tmp_path / "base", tmp_path / "other"
+    for folder, names in (
+        (base, ("config.json", "generation_config.json", "code.py", "tokenizer.json", "chat_template.jinja")),
+        (other, ("config.json", "tokenizer.json", "merges.txt", "model.safetensors")),
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f'{{"of": "{folder.name}"}}')
+    writer = WeightWriter(RunDir(tmp_path / "run"), 1)
+    writer.begin()
+    entries = writer.copy_model_files(base, dtype="float32", tokenizer_folder=other)
+    found = {entry["name"]: (writer.temporary / entry["name"]).read_text() for entry in entries}
+    assert {name for name, text in found.items() if "base" in text} == {
+        "config.json",
+        "generation_config.json",
+        "code.py",
+    }
+    assert {name for name, text in found.items() if "other" in text} == {"tokenizer.json", "merges.txt"}
 
 
 @pytest.mark.parametrize("fault", ["missing", "short"])

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from machine import peak_of
+from machine import is_met, peak_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -113,10 +113,14 @@ def main() -> int:
     for variant, row in results.items():
         print(f"{variant:>8}: {row['peak_mib']:8.0f} MiB  {row['seconds']:6.2f} s")
     print(f"   ratio: {results['plain']['peak_mib'] / results['chunked']['peak_mib']:8.1f}")
+    differences = {}
     for name, value in values["plain"].items():
-        difference = (value - values["chunked"][name]).abs().max() / value.abs().max()
-        print(f"{name:>10}: largest difference {difference:.1e} of the largest value")
-    return 0
+        differences[name] = float((value - values["chunked"][name]).abs().max() / value.abs().max())
+        print(f"{name:>10}: largest difference {differences[name]:.1e} of the largest value")
+    share = results["chunked"]["peak_mib"] / results["plain"]["peak_mib"]
+    worst = max(differences["logprobs"], differences["entropies"])
+    met = is_met("memory over the plain one's", share, at_most=1 / 8)
+    return 0 if is_met("values differ by", worst, at_most=1e-5) and met else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine and versions that each names, its table, the peak of a profiled computation."""
+"""What benchmarks share: the machine and versions that each names, its table, the figure that is asked for, the peak of a profiled computation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def peak_of(profile: Any) -> int:
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
+
+
+def is_met(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> bool:
+    """Print a figure beside the one that is asked for; whether it is reached."""
+    asked = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
+    met = value >= at_least if at_least is not None else value <= at_most
+    print(f"{what}: {value:.4g}; asked: {asked}: {'met' if met else 'MISSED'}")
+    return met
 
 
 def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:

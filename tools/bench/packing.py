@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from machine import is_met
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -239,7 +240,29 @@ def main() -> int:
             f"{case:>18} {row['packer']:>12} {times:>16} {row['rows']:>5.0f} "
             f"{row['fill']:>6.3f} {row['lock']:>6.3f} {row['over']:>5}"
         )
-    return 0
+    return 0 if all(verdicts(rows)) else 1
+
+
+def verdicts(rows: list[dict]) -> list[bool]:
+    """The slowest of the large inputs, rows above the cap, and lock-step efficiency less the best one's of who keeps the cap."""
+    ours = [row for row in rows if row["packer"] == "primerl-hpc"]
+    leads = []
+    for row in ours:
+        case = (row["input"], row["rollouts"], row["ranks"])
+        others = [
+            other["lock"]
+            for other in rows
+            if (other["input"], other["rollouts"], other["ranks"]) == case
+            and other is not row
+            and not other["over"]
+        ]
+        leads.append(row["lock"] - max(others))
+    slowest = max(row["ms_max"] for row in ours if row["rollouts"] == 8192)
+    return [
+        is_met("ms for 8,192 rollouts on 64 ranks", slowest, at_most=60),
+        is_met("rows above the cap", sum(row["over"] for row in ours), at_most=0),
+        is_met("lead in lock-step efficiency over who keeps the cap", min(leads), at_least=0),
+    ]
 
 
 if __name__ == "__main__":

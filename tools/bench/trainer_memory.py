@@ -30,6 +30,8 @@ from primerl_hpc.common.listen import free_port
 
 SETTINGS: dict[str, dict] = {
     "nothing": {"activation_checkpointing": "none"},
+    "nothing, in float32": {"activation_checkpointing": "none", "param_dtype": "float32"},
+    "nothing, in bfloat16": {"activation_checkpointing": "none", "param_dtype": "bfloat16"},
     "recompute mlp": {"activation_checkpointing": ["mlp"]},
     "recompute mlp, attention": {"activation_checkpointing": ["mlp", "self_attn"]},
     "recompute blocks": {"activation_checkpointing": "full"},

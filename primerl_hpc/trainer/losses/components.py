@@ -13,7 +13,8 @@ from torch import Tensor
 
 from primerl_hpc.recipe.training_schema import Loss
 from primerl_hpc.trainer.batch import TokenBatch
-from primerl_hpc.trainer.losses.base import LossInputs
+from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
+from primerl_hpc.trainer.losses.custom import CustomLossError
 from primerl_hpc.trainer.losses.ref_kl import ref_kl
 from primerl_hpc.trainer.losses.registry import rl_loss
 from primerl_hpc.transport.rollouts import MicroBatch
@@ -24,7 +25,7 @@ COMPONENTS = ("rl", "ce", "ref_kl")
 def component_counts(rows: list[MicroBatch]) -> list[int]:
     """Trained tokens of rl, ce and ref_kl in ``rows``."""
     return [
-        sum(int(np.count_nonzero(getattr(row, f"{name}_weights")[row.position_ids != 0])) for row in rows)
+        sum(int(np.count_nonzero(row.weights(name)[row.position_ids != 0])) for row in rows)
         for name in COMPONENTS
     ]
 
@@ -41,6 +42,8 @@ def step_loss(
     for name, count in zip(COMPONENTS, counts, strict=True):
         weights = getattr(batch, f"{name}_weights")
         members = weights.nonzero()[:, 0]
+        if not len(members):
+            continue
         x = LossInputs(
             logprobs=logprobs[members],
             inference_logprobs=batch.inference_logprobs[members],
@@ -50,15 +53,52 @@ def step_loss(
             num_sequences=batch.num_sequences,
         )
         if name == "ce":
-            losses, extra = -x.logprobs, {}
+            result = TokenLoss(-x.logprobs)
         else:
             result = ref_kl(x) if name == "ref_kl" else rl_loss(x, config)
-            losses, extra = result.loss, result.metrics
-        part = (losses * weights[members]).sum()
+        part = (result.loss * weights[members]).sum()
         total = total + part / count.clamp(min=1)
         metrics[f"loss/{name}"] = (part.detach(), len(members))
-        metrics |= {f"{key}/mean": (value.sum(), len(members)) for key, value in extra.items()}
+        metrics |= metric_sums(x, result)
     return total, metrics
+
+
+@torch.no_grad()
+def metric_sums(x: LossInputs, result: TokenLoss) -> dict[str, tuple[Tensor, Tensor | int]]:
+    """(sum, number of tokens) of each metric; where tokens are masked also what is so on either side of the mask."""
+    sums: dict[str, tuple[Tensor, Tensor | int]] = {
+        f"{name}/mean": (value.sum(), len(value)) for name, value in result.metrics.items()
+    }
+    if (masked := result.metrics.get("is_masked")) is None:
+        return sums
+    kl = mismatch_kl(x.logprobs, x.inference_logprobs)
+    for name, value, members in (
+        ("masked_mismatch_kl", kl, masked),
+        ("unmasked_mismatch_kl", kl, 1 - masked),
+        ("masked_advantage_positive", x.advantages > 0, masked),
+        ("masked_advantage_negative", x.advantages < 0, masked),
+    ):
+        sums[f"{name}/mean"] = ((value * members).sum(), members.sum())
+    return sums
+
+
+def try_loss(config: Loss) -> tuple[str, ...]:
+    """The loss on four made-up tokens of two samples: the names of its metrics.
+
+    Raises ConfigError or CustomLossError for a custom one that cannot be used.
+    """
+    x = LossInputs(
+        logprobs=torch.tensor([-0.1, -0.7, -1.2, -2.0], requires_grad=True),
+        inference_logprobs=torch.tensor([-0.2, -0.6, -1.2, -2.5]),
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        ref_logprobs=torch.full((4,), -1.0),
+        sequence_ids=torch.tensor([0, 0, 1, 1]),
+        num_sequences=2,
+    )
+    result = rl_loss(x, config)
+    if not result.loss.requires_grad:
+        raise CustomLossError("it has no gradient: it must be made of x.logprobs", place="loss.import_path")
+    return tuple(metric_sums(x, result))
 
 
 def mismatch_kl(logprobs: Tensor, inference_logprobs: Tensor) -> Tensor:

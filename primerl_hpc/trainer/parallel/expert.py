@@ -107,6 +107,9 @@ def forward_experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: T
 class LocalExperts:
     """This rank's experts as the fused module that transformers' own functions expect."""
 
+    _is_expert_parallel = True
+    """Asked by transformers 5.23: rows of nobody, with an expert id beyond the last one, may come."""
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.num_experts = module.dispatcher.num_local

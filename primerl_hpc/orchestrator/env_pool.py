@@ -1,0 +1,48 @@
+"""The servers of one environment as one: a rollout goes to the one with the fewest, of those that are up.
+
+pool = EnvServerPool([client, …])           # has what runs rollouts of an `EnvServerClient`
+episode = await pool.run(task_data, client_config, model, sampling, timeout_s=60)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from primerl_hpc.orchestrator.env_client import EnvServerClient
+
+if TYPE_CHECKING:
+    from verifiers.v1.configs.client import ClientConfig
+    from verifiers.v1.episode import WireEpisode
+    from verifiers.v1.types import SamplingConfig
+
+
+class EnvServerPool:
+    def __init__(self, clients: Sequence[EnvServerClient]) -> None:
+        self.clients = tuple(clients)
+        self._running: Counter[str] = Counter()  # by process
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Raises TimeoutWaitingError when one of them is not ready in time."""
+        await asyncio.gather(*(client.wait_ready(timeout_s) for client in self.clients))
+
+    async def run(
+        self,
+        task_data: dict[str, Any],
+        client: ClientConfig,
+        model: str,
+        sampling: SamplingConfig,
+        timeout_s: float | None = None,
+    ) -> WireEpisode:
+        """As `EnvServerClient.run`, and raises what it raises."""
+        server = min(self.clients, key=lambda each: (not each.is_up, self._running[each.process]))
+        self._running[server.process] += 1
+        try:
+            return await server.run(task_data, client, model, sampling, timeout_s)
+        finally:
+            self._running[server.process] -= 1
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients))

@@ -1,0 +1,38 @@
+"""Models whose training would be wrong without a word: refused by name, with what they have."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from primerl_hpc.common.errors import ConfigError  # noqa: E402
+from primerl_hpc.trainer.model import check_head, check_layers, decoder_blocks  # noqa: E402
+
+
+def model(family: str, **changes):
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(family, **shape | changes)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_head_that_does_more_than_multiply_is_refused():
+    with pytest.raises(ConfigError, match=r"model org/it has final_logit_softcapping, which this version"):
+        check_head(model("gemma2", intermediate_size=16, num_key_value_heads=1, head_dim=8), "org/it")
+    with pytest.raises(ConfigError, match="has a bias in its head"):
+        check_head(model("phi", intermediate_size=16), "org/it")
+    check_head(model("llama", intermediate_size=16), "org/it")
+
+
+def test_layers_that_carry_state_along_a_row_are_refused():
+    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    with pytest.raises(ConfigError, match="model org/it has linear_attention layers"):
+        check_layers(config, "org/it")
+
+
+def test_an_architecture_without_a_list_of_layers_is_refused():
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no list of decoder layers"):
+        decoder_blocks(model("gpt2"))

@@ -1,0 +1,267 @@
+"""When a job begins to save: whole lives of jobs by the clock alone, and what is learned from rows of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from primerl_hpc.common.files import append_json
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.follow import Follower
+from primerl_hpc.runtime.allocation import seconds_left
+from primerl_hpc.runtime.engine_host import EngineHost
+from primerl_hpc.runtime.requeue import WALLTIME, why_not_again
+from primerl_hpc.runtime.walltime import HEADROOM, LAST_ROWS, RESERVE_S, Deadline
+from tests.support import make_plan, process_plan
+
+
+def row(number: int, /, *, attempt: int = 1, at: float | None = None, **seconds: Any) -> dict[str, Any]:
+    """Of step ``number``, written at that time if not said otherwise."""
+    times = {f"time/{name}": value for name, value in seconds.items()}
+    return {"step": number, "time": float(number) if at is None else at, "attempt": attempt, **times}
+
+
+def learn(deadline: Deadline, *rows: dict[str, Any], attempt: int = 1, **more: Any) -> Deadline:
+    values = {"batch": rows[-1]["step"] if rows else 0, "checkpoint": 0, "now": 0.0, **more}
+    deadline.learn(rows[-LAST_ROWS:], attempt=attempt, **values)
+    return deadline
+
+
+# -- what is learned ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_which_nothing_is_known_stops_at_the_margin() -> None:
+    deadline = learn(Deadline(300))
+    assert deadline.is_due(300) and not deadline.is_due(301)
+
+
+def test_the_slowest_of_the_last_steps_counts_without_its_wait_and_its_save() -> None:
+    rows = [row(step, step=50.0 + step, wait_for_batch=40.0, save_ckpt=5.0) for step in range(1, 30)]
+    rows[20] |= {"time/step": 345.0}
+    deadline = learn(Deadline(10), *rows)
+    assert (deadline.step_s, deadline.save_s) == (300.0, 5.0)
+    assert deadline.need_s == HEADROOM * 305 + RESERVE_S
+    rows += [row(step, step=60.0) for step in range(30, 45)]
+    assert (
+        learn(deadline, *rows).step_s == 60.0 and deadline.save_s == 5.0
+    )  # saves are rare: none is forgotten
+
+
+def test_a_save_beside_training_ends_when_both_sides_are_whole() -> None:
+    deadline = learn(Deadline(10), row(1, step=2.0, save_ckpt=1.0), now=100.0)
+    assert deadline.is_saving
+    learn(deadline, row(1, step=2.0, save_ckpt=1.0), row(2, step=2.0), now=140.0)
+    learn(deadline, row(2, step=2.0), checkpoint=1, now=160.0)
+    assert deadline.save_s == 61.0 and not deadline.is_saving
+
+
+def test_a_save_that_a_recovery_dropped_is_not_waited_for() -> None:
+    deadline = learn(Deadline(10), row(5, step=2.0, save_ckpt=1.0), now=100.0)
+    learn(deadline, row(4, at=9.0, step=2.0), now=500.0)
+    learn(deadline, row(5, at=10.0, step=2.0), checkpoint=5, now=900.0)
+    assert deadline.save_s == 1.0
+
+
+def test_a_step_under_way_is_known_to_take_as_long_as_it_does() -> None:
+    deadline = Deadline(10)
+    for now in (0.0, 80.0):
+        learn(deadline, now=now, batch=1)
+    assert deadline.need_s == HEADROOM * 80 + 10
+    assert learn(deadline, row(1, step=90.0), now=90.0, batch=1).step_s == 90.0
+    learn(deadline, row(1, step=90.0), now=9000.0, batch=1)  # it waits for a batch: no step
+    assert deadline.step_s == 90.0
+
+
+def test_numbers_that_are_none_count_for_nothing() -> None:
+    assert learn(Deadline(10), row(1, step="nan", save_ckpt="inf")).need_s == RESERVE_S
+
+
+def test_until_a_save_was_seen_it_is_taken_to_need_the_margin() -> None:
+    assert learn(Deadline(300), row(1, step=50.0)).need_s == HEADROOM * 50 + 300
+    assert learn(Deadline(300), row(1, step=50.0, save_ckpt=0.0)).need_s == 300
+
+
+@given(st.floats(1, 1e4), st.floats(0, 1e4), st.floats(0, 1e4))
+def test_what_an_earlier_attempt_learned_does_not_end_one_before_its_first_batch(
+    margin_s: float, step_s: float, save_s: float
+) -> None:
+    earlier = row(7, attempt=1, step=step_s)
+    deadline = learn(Deadline(margin_s, save_s), earlier, attempt=2, batch=0)
+    assert not deadline.is_due(margin_s + 1)
+    learn(deadline, earlier, attempt=2, batch=8)
+    assert deadline.is_due(deadline.need_s) and deadline.need_s >= HEADROOM * (step_s + save_s)
+
+
+# -- lives -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """Jobs of ``limit_s`` one after another: a trainer of constant steps, and a supervisor that looks every second."""
+
+    limit_s: float
+    margin_s: float
+    start_s: float
+    step_s: float
+    save_s: float
+    max_steps: int
+    interval: int = 10**6
+    saved: int = 0
+    lost: int = 0
+    attempt: int = 0
+    asked_at: list[float] = field(default_factory=list)
+    """Seconds left when each attempt was asked to stop."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    slowest_save_s: float | None = None
+
+    def live(self) -> str | None:
+        """Attempts until the run is done (None) or nobody goes on (why)."""
+        while self.saved < self.max_steps:
+            before = self.saved
+            self._attempt()
+            request = {"reason": WALLTIME}
+            if self.saved < self.max_steps and (
+                why := why_not_again(request, set(), progressed=self.saved > before)
+            ):
+                return why
+        return None
+
+    def _attempt(self) -> None:
+        self.attempt += 1
+        deadline = Deadline(self.margin_s, self.slowest_save_s)
+        step, now, ends_at, is_asked = self.saved, self.start_s, self.limit_s, False
+        looked_at = 0.0
+
+        def look(until: float) -> None:
+            """The supervisor's looks up to then: at the step under way, in which trainer and batches are."""
+            nonlocal is_asked, looked_at, ends_at
+            while looked_at + 1.0 <= until and not is_asked:
+                looked_at += 1.0
+                batch = step + 1 if looked_at > self.start_s else 0
+                deadline.learn(
+                    self.rows[-LAST_ROWS:],
+                    attempt=self.attempt,
+                    batch=batch,
+                    checkpoint=self.saved,
+                    now=looked_at,
+                )
+                if deadline.is_due(self.limit_s - looked_at):
+                    is_asked = True
+                    self.asked_at.append(self.limit_s - looked_at)
+                    ends_at = self.limit_s - RESERVE_S  # PhaseRun's stop deadline
+
+        look(now)
+        while not is_asked and step < self.max_steps:
+            now += self.step_s
+            look(now)
+            if now > ends_at:
+                break
+            step += 1
+            seconds = {"step": self.step_s}
+            if step % self.interval == 0:
+                now += self.save_s
+                seconds |= {"step": self.step_s + self.save_s, "save_ckpt": self.save_s}
+                if now > ends_at:
+                    break
+                self.saved = step
+            self.rows.append(row(step, attempt=self.attempt, at=1e6 * self.attempt + now, **seconds))
+        if step > self.saved and now + self.save_s <= ends_at:
+            self.saved = step
+        self.lost += step - self.saved
+        self.slowest_save_s = deadline.save_s
+
+
+some_s = st.floats(1, 150)
+
+
+@settings(max_examples=60)
+@given(some_s, some_s, some_s, some_s, some_s)
+def test_no_step_is_lost_however_long_steps_are_and_every_attempt_makes_some(
+    room_s: float, step_s: float, start_s: float, margin_s: float, save_s: float
+) -> None:
+    """A margin that holds a save is all that a user has to know; one step with its save must fit into a job."""
+    margin_s = max(margin_s, save_s + RESERVE_S + 4)
+    limit_s = start_s + step_s + save_s + RESERVE_S + 3 + room_s
+    assume(margin_s < limit_s - start_s)
+    life = Life(limit_s, margin_s, start_s, step_s, save_s, max_steps=4)
+    assert life.live() is None and life.lost == 0 and life.saved == 4
+    assert all(
+        left_s >= min(margin_s, limit_s) - 1 for left_s in life.asked_at
+    )  # never later than the margin
+
+
+@settings(max_examples=30)
+@given(st.floats(100, 400), st.floats(1, 40), some_s, some_s)
+def test_a_step_that_no_job_can_hold_ends_the_run_in_words(
+    limit_s: float, start_s: float, save_s: float, more_s: float
+) -> None:
+    life = Life(limit_s, limit_s / 2, start_s, limit_s + more_s, save_s, max_steps=3)
+    assert "before a new checkpoint" in (life.live() or "") and life.attempt == 1
+
+
+def test_saves_longer_than_the_margin_are_learned_at_the_interval() -> None:
+    life = Life(1000, 40, start_s=20, step_s=30, save_s=200, max_steps=60, interval=3)
+    assert life.live() is None and life.lost == 0
+
+
+def test_who_watches_a_run_hears_why_it_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path)
+    for reason in ("walltime", "cancel"):
+        append_json(run.events, {"time": 0.0, "event": "stop_requested", "reason": reason, "left_s": 43})
+    Follower(run).look()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("the job ends in 43 s: saving") and second.endswith("asked to stop: saving")
+
+
+# -- asking SLURM ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A scheduler that says so; the real one is asked in tests/slurm."""
+
+    def make(body: str) -> None:
+        command = tmp_path / "bin" / "squeue"
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/sh\n{body}\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
+
+    return make
+
+
+def test_the_scheduler_knows_the_end_better_than_the_environment(
+    squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable tells the limit that the job began with, on the clock of whoever set it."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+    squeue("echo 1:00:05")
+    assert asyncio.run(seconds_left("7")) == 3605.0
+    squeue("echo UNLIMITED")
+    assert asyncio.run(seconds_left("7")) is None
+    squeue("echo 'squeue: error: Socket timed out' >&2; exit 1")
+    assert (asyncio.run(seconds_left("7")) or 0) < -1e9
+
+
+def test_an_elastic_engine_leaves_before_its_job_ends_though_no_warning_came(
+    squeue: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"kind": "rl", "name": "toy", "model": {"name": "some/model"}, "max_steps": 3}
+    recipe["environments"] = {"train": [{"id": "reverse-text"}]}
+    make_plan(tmp_path, recipe, processes=[process_plan(Role.TRAINER)])
+    host = EngineHost(RunDir(tmp_path), 0)
+    squeue("echo 0:31")
+    assert not asyncio.run(host._is_time_over())  # outside of a job nobody is asked
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert not asyncio.run(host._is_time_over())
+    squeue("echo 0:29")
+    host.next_look_at_walltime = 0.0
+    assert asyncio.run(host._is_time_over())
