@@ -18,6 +18,7 @@ from primerl_hpc.plan.types import OnExit
 from tests.slurm.virtual import (
     RECIPE,
     SAY,
+    SAY_BESIDE_ENGINE,
     SERVE,
     TRAIN,
     Cluster,
@@ -39,7 +40,7 @@ def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:
 def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_takes_its_place(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
-    toy = add_roles(new_toy(spare_nodes=1), SAY)
+    toy = add_roles(new_toy(spare_nodes=1), SAY_BESIDE_ENGINE)
     toy.plan_changes = {"spare_nodes": 1, "preflight": preflight(timeout_s=8)}
     toy.prepare()
     toy.cluster.on("n2", "mount", "-t", "tmpfs", "none", str(toy.run.root))
@@ -61,7 +62,7 @@ def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_ta
 def test_too_few_good_nodes_send_the_run_back_into_the_queue_without_the_bad_one(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
-    toy = add_roles(new_toy(), SAY)
+    toy = add_roles(new_toy(), SAY_BESIDE_ENGINE)
     toy.plan_changes = {"preflight": preflight(health_checks=(not_on("n1"),))}
     toy.submit()
     wait_for(lambda: toy.events("run_requeued"), "its requeue", tell=toy.words)

@@ -7,18 +7,18 @@ import signal
 
 import pytest
 
-from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Role, RunState, process_name
 from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SAY, SERVE, TRAIN, SlurmToy, wait_for
+from tests.slurm.virtual import SAY, SAY_BESIDE_ENGINE, SERVE, TRAIN, SlurmToy, wait_for
 
 SHOW_GPUS = SAY + "print('gpus', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'), flush=True)\n"
 
 
 def test_roles_run_as_named_steps_on_their_nodes_and_a_finish_releases_all(toy: SlurmToy) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
-    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE, nodes=(1, 2))
+    toy.add(Role.TRAINER, SAY_BESIDE_ENGINE, OnExit.ENDS_PHASE, nodes=(1, 2))
     toy.add(Role.ORCHESTRATOR, SAY, OnExit.ENDS_PHASE, nodes=(3,))
     toy.submit()
     toy.wait_for_state(RunState.DONE)
@@ -56,7 +56,7 @@ def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_is_told_with_its_own_code
     assert failure["log"].endswith("trainer-0_1.log")
 
 
-@pytest.mark.parametrize("role", [Role.TRAINER, Role.ORCHESTRATOR])
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.ORCHESTRATOR, Role.SFT, Role.EVALUATOR])
 def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy, role: Role) -> None:
     name = process_name(role, 0)
     toy.add(role, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
@@ -69,32 +69,39 @@ def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy, role: Role) -> None:
     assert (failure["process"], failure["node"], failure["signal"]) == (name, "n2", "SIGKILL")
 
 
-def test_a_killed_server_a_requested_restart_a_late_one_and_a_killed_srun_are_started_again(
+def test_killed_servers_a_requested_restart_a_late_one_and_a_killed_srun_are_started_again(
     toy: SlurmToy,
 ) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
+    toy.add(Role.TEACHER, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
     late = SAY + "time.sleep(900 if os.environ['PRIMERL_INCARNATION'] == '0' else 0)\n" + SERVE
     toy.add(Role.ENV_SERVER, late, OnExit.RESTART, nodes=(0,), ready_timeout_s=6)
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.submit()
-    toy.wait_until_ready("inference-0", "router-0")
-    toy.cluster.on("n2", "kill", "-9", str(toy.endpoint("inference-0")["pid"]))
-    write_json(toy.run.restart_request("router-0"), {"reason": "it cannot be updated"})
+    toy.wait_until_ready("inference-0", "teacher-0", "router-0")
+
+    def kill(node: str, process: str) -> None:
+        toy.cluster.on(node, "kill", "-9", str(toy.endpoint(process)["pid"]))
+
+    kill("n2", "inference-0")
+    kill("n1", "router-0")
+    write_json(toy.run.restart_request("teacher-0"), {"reason": "it cannot be updated"})
 
     def is_in_life(process: str, number: int) -> bool:
         return toy.run.endpoint(process).exists() and toy.endpoint(process)["incarnation"] == number
 
-    for process in ("inference-0", "router-0", "env_server-0"):
+    for process in ("inference-0", "teacher-0", "router-0", "env_server-0"):
         wait_for(lambda process=process: is_in_life(process, 1), f"second life of {process}")
-    toy.cluster.on("n1", "kill", "-9", str(toy.endpoint("env_server-0")["pid"]))
+    kill("n1", "env_server-0")
+    kill("n2", "teacher-0")
     left = toy.endpoint("router-0")["pid"]
     lines = toy.cluster.processes_of(toy.run).items()
     sruns = [pid for pid, line in lines if "srun --overlap --job-name=router-0 " in line]
     assert sruns
     for pid in sruns:  # with its shepherd; the step lives on without them
         os.kill(pid, signal.SIGKILL)
-    for process in ("router-0", "env_server-0"):
+    for process in ("router-0", "env_server-0", "teacher-0"):
         wait_for(lambda process=process: is_in_life(process, 2), f"third life of {process}", tell=toy.words)
     assert not toy.cluster.on("n1", "ps", "-o", "pid=", "-p", str(left), check=False)
     (toy.run.root / "enough").touch()
@@ -136,3 +143,13 @@ def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(toy:
     (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
     assert toy.snapshot().attempt == 1
+
+
+def test_the_script_does_the_same_job_when_it_is_submitted_by_hand(toy: SlurmToy) -> None:
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
+    toy.prepare()
+    (toy.run.root / "enough").touch()
+    ask(["sbatch", str(toy.run.launch / "job.sbatch")])
+    wait_for(lambda: (read_json_or_none(toy.run.state) or {}).get("state") == RunState.DONE, "its end")
+    toy.cluster.wait_until_idle()
+    assert toy.run.latest_checkpoint() == 1 and not toy.cluster.processes_of(toy.run)

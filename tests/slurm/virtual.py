@@ -54,6 +54,8 @@ run, name = RunDir(Path(sys.argv[1])), sys.argv[3]
 print(f"on {socket.gethostname()} node {os.environ.get('SLURM_NODEID')}", flush=True)
 """
 SAY = _RUN
+# a phase that ends takes its engines along, also one that has not yet spoken: this waits for it
+SAY_BESIDE_ENGINE = SAY + "while not run.endpoint('inference-0').exists(): time.sleep(0.05)\n"
 SERVE = _RUN + "publish_endpoint(run, name, 'http://x:1')\ntime.sleep(900)\n"
 # counts steps in checkpoints on its first node; saves and ends with 75 when asked; ends with 0 after `enough` appeared
 TRAIN = (
@@ -164,6 +166,7 @@ class SlurmToy:
         self.recipe: dict[str, Any] = RECIPE
         self.plan_changes: dict[str, Any] = {}
         self.jobs = JobWatcher()
+        self.hurried: set[str] = set()
         self.next_hurry = 0.0
 
     def add(
@@ -192,7 +195,13 @@ class SlurmToy:
         cpu_node = count - 1 if self.has_cpu_node else None
         nodes = tuple(NodePlan(index=node, roles=(), is_cpu=node == cpu_node) for node in range(count))
         plan = plan.model_copy(
-            update={"scheduler": "slurm", "profile_name": "virtual", "nodes": nodes, **self.plan_changes}
+            update={
+                "scheduler": "slurm",
+                "profile_name": "virtual",
+                "nodes": nodes,
+                "signal_margin_s": self.profile.scheduler.signal_margin_s,
+                **self.plan_changes,
+            }
         )
         phase = plan.phases[0].model_copy(update={"elastic": tuple(self.elastic)})
         plan = plan.model_copy(update={"phases": (phase,)})
@@ -258,16 +267,28 @@ class SlurmToy:
         wait_for(is_ready, f"{processes} ready in attempt {attempt}", tell=self.words)
 
     def hurry(self) -> None:
-        """Spare a requeued job the pause for which SLURM holds it (--requeue-delay). Asked at most once a second."""
+        """Spare a requeued job the pause for which SLURM holds it (--requeue-delay). Asked at most once a second.
+
+        Two seconds must stay: slurmd refuses a job ("already killed, do not launch") whose credential is of the
+        second in which its life before ended, and the job fails.
+        """
         if time.monotonic() < self.next_hurry or not self.run.job.exists():
             return
         self.next_hurry = time.monotonic() + 1.0
         jobs = [self.job, self.engines] if self.elastic else [self.job]
-        ask_for = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--states=PENDING", "--format=%i|%r"]
+        ask_for = [
+            "squeue",
+            "--noheader",
+            f"--jobs={','.join(jobs)}",
+            "--states=PENDING",
+            "--format=%i|%r|%V",
+        ]
         told = subprocess.run(ask_for, check=False, capture_output=True, text=True).stdout
-        for job, _, reason in (line.strip().partition("|") for line in told.splitlines()):
+        for line in set(told.splitlines()) - self.hurried:
+            job, reason, _requeued_at = line.strip().split("|")
             if reason == "BeginTime":
-                start = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+                self.hurried.add(line)
+                start = ["scontrol", "update", f"JobId={job}", "StartTime=now+2"]
                 subprocess.run(start, check=False, capture_output=True)
 
     def wait_for_words(self, words: str, process: str, attempt: int = 1) -> None:
@@ -319,9 +340,13 @@ def not_on(node: str) -> str:
     return f'[ "$SLURMD_NODENAME" != {node} ] || {{ echo the fabric of {node} is down; exit 7; }}'
 
 
-def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*words: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     with start_cli(*words) as process:
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
