@@ -21,6 +21,7 @@ INCARNATION = "PRIMERL_INCARNATION"  # counts restarts of one process inside an 
 ENGINE_API_KEY = (
     "PRIMERL_ENGINE_API_KEY"  # only ever set for child processes, never written to a file but the 0600 one
 )
+NO_KEY = "PRIMERL_NO_KEY"  # never set: a client that names its key by this variable has none
 
 MIRROR = "PRIMERL_MIRROR"  # an engine's folder on its node, inherited by its workers
 
@@ -29,6 +30,7 @@ RUNS_DIR = "PRIMERL_RUNS_DIR"
 PROFILE = "PRIMERL_PROFILE"
 TEMPLATES = "PRIMERL_TEMPLATES"
 DEBUG = "PRIMERL_DEBUG"
+VENV = "PRIMERL_VENV"  # of tools/install: who exported it for that runs us next
 _PROFILE_PREFIX = "PRIMERL_PROFILE__"
 
 RESERVED = frozenset(
@@ -39,12 +41,14 @@ RESERVED = frozenset(
         ATTEMPT,
         INCARNATION,
         ENGINE_API_KEY,
+        NO_KEY,
         MIRROR,
         HOME,
         RUNS_DIR,
         PROFILE,
         TEMPLATES,
         DEBUG,
+        VENV,
     }
 )
 

@@ -49,7 +49,13 @@ def test_later_layers_win_and_origins_are_kept(tmp_path: Path) -> None:
     write(tmp_path, "optimizer: {lr: 2.0e-3}\n", "high.yaml")
     path = write(tmp_path, "base: [low.yaml, high.yaml]\n" + MINIMAL + "seed: 2\n")
     loaded = load_recipe(
-        path, overrides=["max_steps=9"], environ={"PRIMERL_OPTIMIZER__EPS": "1e-6", "PRIMERL_MAX_STEPS": "8"}
+        path,
+        overrides=["max_steps=9"],
+        environ={
+            "PRIMERL_OPTIMIZER__EPS": "1e-6",
+            "PRIMERL_MAX_STEPS": "8",
+            "PRIMERL_VENV": "of tools/install",
+        },
     )
     recipe, origins = loaded.recipe, loaded.document.origins
     assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.seed) == (2e-3, 0.5, 2)
