@@ -37,6 +37,7 @@ _OURS = frozenset(
         *("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"),
         *("data-parallel-start-rank", "nnodes", "node-rank", "master-addr", "master-port"),
         *("enable-lora", "max-lora-rank", "max-loras", "lora-modules"),
+        "enable-return-routed-experts",
     }
 )
 
@@ -68,6 +69,7 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
         "generation-config": "vllm",
         "enable-prefix-caching": True,
         "enable-scale-out": True,  # token-in, token-out route
+        "enable-return-routed-experts": recipe.replays_routers,
         "trust-remote-code": recipe.model.trust_remote_code,
         "worker-extension-cls": CPU_EXPERTS_EXTENSION
         if is_cpu and layout.expert_parallel

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.common.rundir import VERSION_HEADER
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+from primerl_hpc.inference.routed_experts import GENERATE, rewording
 from primerl_hpc.transport.weights import describe, from_body
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class EngineState:
     """Name under which adapters are served, where policy versions are these alone."""
     adapter_tensors: dict[str, TensorInfo] | None = None
     """Of the adapter that is loaded."""
+    returns_experts: bool = False
+    """Whether replies say which experts were chosen."""
     paused: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     fault: asyncio.Future[None] | None = None
@@ -95,6 +98,8 @@ class EngineRoutes:
             if (route := self.routes.get((scope["method"], scope["path"]))) is not None:
                 response = await route(request)
                 return await response(scope, receive, send)
+            if self.state.returns_experts and scope["path"] == GENERATE:
+                receive, send = await rewording(request, send)
         elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
             return await send({"type": "websocket.close", "code": 1008})
         return await self.app(scope, receive, send)

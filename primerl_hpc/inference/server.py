@@ -112,6 +112,7 @@ def _serve(
         api_key=ensure_api_key(run),
         base_path=phase.model_path,
         adapter=None if recipe.lora is None else recipe.policy_name,
+        returns_experts=recipe.replays_routers,
     )
     routes.install(state)
     args = _parse([*_arguments(plan, phase, weights.path), *more])

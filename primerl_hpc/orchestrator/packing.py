@@ -243,4 +243,19 @@ def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
         env_ids=np.asarray([each.env_id for each in samples], np.int32),
         ce_weights=join_or_none([each.ce_weights for each in samples]),
         ref_logprobs=join_or_none([each.ref_logprobs for each in samples]),
+        routed_experts=_join_routed([stream.routed_experts for stream in streams], lengths),
     )
+
+
+def _join_routed(samples: list[list[NDArray] | None], lengths: NDArray[np.int64]) -> NDArray | None:
+    """Chosen experts of the first ``lengths`` [S] tokens of each sample, zeros where it has none; None when no sample has any."""
+    there = [part for parts in samples for part in parts or ()]
+    if not there:
+        return None
+    row = np.zeros((lengths.sum(), *there[0].shape[1:]), np.result_type(*there))
+    for parts, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True):
+        start = end - length
+        for part in parts or ():
+            row[start:end][: len(part)] = part[: end - start]
+            start = min(start + len(part), end)
+    return row

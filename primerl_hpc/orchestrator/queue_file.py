@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import fsync_dir
@@ -27,6 +26,7 @@ from primerl_hpc.orchestrator.packing import TrainSample
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.scoring import ScoredGroup
 from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
+from primerl_hpc.transport.tensor_file import write_parts
 
 # [N] of each sample; those after the third may be None in some
 SAMPLE_STREAMS = {
@@ -36,6 +36,7 @@ SAMPLE_STREAMS = {
     "ref_logprobs": np.float32,
     "roles": np.uint8,
 }
+ROUTED = "routed_experts"  # of samples; in parts, [n, layers, k], uint8 or uint16
 TRAIN_STREAMS = {"ce_weights": np.float32, "ref_logprobs": np.float32}  # may be None
 
 
@@ -54,20 +55,22 @@ def write_queue(path: Path, groups: Sequence[ScoredGroup]) -> None:
     )
     places = {id(sample): place for place, sample in enumerate(samples)}
     tensors = {
-        "sample_tokens": np.asarray([sample.num_tokens for sample in samples], np.int64),
-        "trained_tokens": np.asarray([each.sample.num_tokens for each in trained], np.int64),
-        **_joined("sample", samples, SAMPLE_STREAMS),
-        **_joined("trained", trained, TRAIN_STREAMS),
+        "sample_tokens": [np.asarray([sample.num_tokens for sample in samples], np.int64)],
+        "trained_tokens": [np.asarray([each.sample.num_tokens for each in trained], np.int64)],
+        **_parts("sample", samples, SAMPLE_STREAMS),
+        **_parts("trained", trained, TRAIN_STREAMS),
     }
+    routed = [sample.routed_experts for sample in samples]
+    if any(routed):
+        tensors[f"sample.{ROUTED}.has"] = [np.asarray([parts is not None for parts in routed], np.bool_)]
+        tensors[f"sample.{ROUTED}"] = [part for parts in routed for part in parts or ()]
     header = {
         "groups": [_group_row(group, places) for group in groups],
         "samples": [[sample.temperature, sample.trace] for sample in samples],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, temporary, metadata={name: json.dumps(rows) for name, rows in header.items()})
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    write_parts(temporary, tensors, metadata={name: json.dumps(rows) for name, rows in header.items()})
     os.replace(temporary, path)
     fsync_dir(path.parent)
 
@@ -78,10 +81,14 @@ def read_queue(path: Path) -> list[ScoredGroup]:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no Mapping)
+        sample_streams = _cut("sample", tensors, SAMPLE_STREAMS)
+        if f"sample.{ROUTED}" in tensors:
+            for streams, cut in zip(sample_streams, _cut("sample", tensors, (ROUTED,)), strict=True):
+                streams[ROUTED] = None if cut[ROUTED] is None else [cut[ROUTED]]
         samples = [
             Sample(**streams, temperature=temperature, trace=trace)
             for streams, (temperature, trace) in zip(
-                _cut("sample", tensors, SAMPLE_STREAMS), json.loads(header["samples"]), strict=True
+                sample_streams, json.loads(header["samples"]), strict=True
             )
         ]
         trained = iter(_cut("trained", tensors, TRAIN_STREAMS))
@@ -92,25 +99,23 @@ def read_queue(path: Path) -> list[ScoredGroup]:
         raise DataError(f"not a whole queue of finished rollouts ({error})", place=str(path)) from error
 
 
-def _joined(
+def _parts(
     prefix: str, items: Sequence[Sample | TrainSample], streams: dict[str, type]
-) -> dict[str, NDArray]:
-    """Every stream of all items, and which of them have it."""
-    tensors: dict[str, NDArray] = {}
+) -> dict[str, list[NDArray]]:
+    """Every stream of all items, one after another, and which of them have it."""
+    tensors: dict[str, list[NDArray]] = {}
     for name, dtype in streams.items():
         values = [getattr(each, name) for each in items]
-        tensors[f"{prefix}.{name}.has"] = np.asarray([value is not None for value in values], np.bool_)
+        tensors[f"{prefix}.{name}.has"] = [np.asarray([value is not None for value in values], np.bool_)]
         there = [np.asarray(value, dtype) for value in values if value is not None]
-        tensors[f"{prefix}.{name}"] = np.concatenate([np.empty(0, dtype), *there])
+        tensors[f"{prefix}.{name}"] = there or [np.empty(0, dtype)]
     return tensors
 
 
-def _cut(
-    prefix: str, tensors: dict[str, NDArray], streams: dict[str, type]
-) -> list[dict[str, NDArray | None]]:
-    """What `_joined` joined: per item, its streams."""
+def _cut(prefix: str, tensors: dict[str, NDArray], streams: Iterable[str]) -> list[dict[str, Any]]:
+    """What `_parts` put one after another: per item, its streams."""
     lengths = tensors[f"{prefix}_tokens"]
-    items: list[dict[str, NDArray | None]] = [{} for _ in lengths]
+    items: list[dict[str, Any]] = [{} for _ in lengths]
     for name in streams:
         has = tensors[f"{prefix}.{name}.has"]
         ends = np.cumsum(np.where(has, lengths, 0))

@@ -53,6 +53,8 @@ class Sample:
     trace: int = 0  # which of the rollout's traces it is of
     ref_logprobs: NDArray[np.float32] | None = None  # log-probability under a teacher; 0 where not trained
     roles: NDArray[np.uint8] | None = None  # text of environment messages not in an earlier sample; see ROLES
+    # experts the engine chose, in parts [n, layers, k] whose n sum up to N; zeros alone: not known
+    routed_experts: list[NDArray] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -177,9 +179,23 @@ def samples_of(trace: Trace[Any, Any, Any], temperature: float) -> list[Sample]:
                 logprobs=np.where(loss_mask, logprobs, np.float32(0)),
                 temperature=temperature,
                 roles=np.asarray(path.roles, dtype=np.uint8),
+                routed_experts=_routed_experts(path.branch.nodes),
             )
         )
     return samples
+
+
+def _routed_experts(nodes: list[MessageNode]) -> list[NDArray] | None:
+    """What each message has of them, not copied. None when no message has any."""
+    found = [node.routed_experts for node in nodes]
+    shape = next((each.shape[1:] for each in found if each is not None), None)
+    if shape is None:
+        return None
+    unknown = np.zeros((1, *shape), np.uint8)
+    return [
+        np.broadcast_to(unknown, (len(node.token_ids), *shape)) if each is None else each
+        for node, each in zip(nodes, found, strict=True)
+    ]
 
 
 def role_tokens(sample: Sample, role: str) -> NDArray[np.bool_]:

@@ -95,6 +95,12 @@ def _check(recipe: Recipe, profile: Profile) -> None:
                 f"{key}.kv_offload_gib: engines of profile '{profile.name}' have their KV cache in host memory already",
                 mend="raise kv_cache_gib instead",
             )
+    if recipe.replays_routers and profile.accelerator == "cpu":
+        raise ConfigError(
+            f"trainer.router_replay: engines of profile '{profile.name}' run on CPUs, where vLLM does not return the "
+            "experts it chose",
+            mend="leave it out, or choose a profile with GPUs",
+        )
     if recipe.layout.orchestrator.place == "cpu-partition" and (
         profile.cpu_partition is None or profile.scheduler.type == "local"
     ):

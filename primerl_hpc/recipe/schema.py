@@ -189,6 +189,26 @@ class Recipe(Block):
         return self.name if self.lora is not None else self.model.name
 
     @model_validator(mode="after")
+    def _routers_can_be_replayed(self) -> Self:
+        if not self.trainer.router_replay:
+            return self
+        if self.kind != Kind.RL:
+            raise ValueError(
+                f"trainer.router_replay belongs to kind rl: in kind {self.kind} no engine samples"
+            )
+        if self.inference.kv_offload_gib is not None:
+            raise ValueError(
+                "trainer.router_replay and inference.kv_offload_gib exclude each other: of tokens whose KV blocks come "
+                "back from the host, an engine may have forgotten the experts"
+            )
+        return self
+
+    @property
+    def replays_routers(self) -> bool:
+        """Whether engines return the experts they chose and the trainer chooses the same."""
+        return self.kind == Kind.RL and self.trainer.router_replay
+
+    @model_validator(mode="after")
     def _teacher_is_there_where_it_is_needed(self) -> Self:
         needed = [kind for kind in self.algorithm_types if kind in NEED_TEACHER]
         if needed and self.teacher is None:
@@ -287,6 +307,7 @@ class Recipe(Block):
                 "inference": inference,
                 "layout": Layout(inference=layout),
                 "lora": None,
+                "trainer": Trainer(),
             }
         )
 

@@ -183,6 +183,8 @@ class Trainer(Block):
     """Tokens whose logits exist at one time; auto: bounds a chunk's logits to about 256 MiB."""
     compile: Bool = False
     """torch.compile every block."""
+    router_replay: Bool = False
+    """Of a mixture of experts: every token is trained through the experts that the engine sent it to, weighed by the trainer's own router (arXiv 2510.11370). For kind rl; needs engines on GPUs without kv_offload_gib; rollouts grow by layers × experts per token bytes a token."""
     max_skipped_steps: PositiveInt = 10
     """A step with a NaN or infinite loss or gradient on any rank is skipped by all; so many in a row stop the run."""
     gc_interval: PositiveInt = 50

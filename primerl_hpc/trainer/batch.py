@@ -37,6 +37,7 @@ class TokenBatch:
     env_ids: Tensor  # [T] int64
     sequence_ids: Tensor  # [T] int64
     num_sequences: int
+    routed_experts: Tensor | None = None  # [B, N, layers, k], zeros alone: not known
 
 
 def stack_rows(rows: list[MicroBatch], seq_len: int) -> list[list[MicroBatch]]:
@@ -64,8 +65,20 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         position_ids=torch.from_numpy(position_ids).to(device),
         predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
         num_sequences=num_sequences,
+        routed_experts=_routed_experts(rows, length, device),
         **{name: torch.from_numpy(values).to(device) for name, values in picked.items()},
     )
+
+
+def _routed_experts(rows: list[MicroBatch], length: int, device: torch.device) -> Tensor | None:
+    there = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not there:
+        return None
+    routed = np.zeros((len(rows), length, *there[0].shape[1:]), np.result_type(*there))
+    for index, row in enumerate(rows):
+        if row.routed_experts is not None:
+            routed[index, : row.num_tokens] = row.routed_experts
+    return torch.from_numpy(routed).to(device)
 
 
 def _streams(row: MicroBatch, tokens: NDArray[np.int64]) -> dict[str, NDArray]:

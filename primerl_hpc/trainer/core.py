@@ -168,7 +168,12 @@ class Core:
     ) -> None:
         batch = make_batch(rows, self.world.device)
         logprobs, entropies = self.policy(
-            batch.input_ids, batch.position_ids, batch.predictors, batch.targets, batch.temperatures
+            batch.input_ids,
+            batch.position_ids,
+            batch.predictors,
+            batch.targets,
+            batch.temperatures,
+            batch.routed_experts,
         )
         loss, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
         loss.backward()  # each rank's part of a sum: gradients are summed over ranks too

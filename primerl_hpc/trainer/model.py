@@ -29,6 +29,7 @@ from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_atte
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
 from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
+from primerl_hpc.trainer.replay import Replay
 from primerl_hpc.trainer.routing import Routing
 
 log = logging.getLogger("primerl_hpc.trainer")
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         self.hf, self.chunk_tokens = hf, chunk_tokens
         self.attention, self.context = attention, context
         self.routing = Routing(hf)
+        self.replay: Replay | None = None
 
     def forward(
         self,
@@ -58,13 +60,18 @@ class Policy(nn.Module):
         predictors: Tensor,
         targets: Tensor,
         temperatures: Tensor,
+        routed_experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """ids and positions [B, N]; predictors, targets, temperatures [T] → log π [T], entropy [T], float32.
+
+        ``routed_experts`` [B, N, layers, k]: see `replay`.
 
         Ranks that share a sequence all get the whole of it, and give the whole of it.
         """
         packing = make_packing(position_ids, self.context, self.attention)
         self.routing.begin_forward(packing)
+        if self.replay is not None:
+            self.replay.begin_forward(routed_experts, packing)
         hidden = self.hf.base_model(
             input_ids=pad(input_ids, self.context)[:, packing.own],
             position_ids=packing.positions[:, packing.own],
@@ -173,6 +180,8 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     attention = choose_attention(recipe.model, config, world.device)
     context = make_context(recipe.layout.trainer, config.get_text_config(), world)
     policy = Policy(hf, chunk, attention, context)
+    if recipe.replays_routers:
+        policy.replay = Replay(blocks)
     shard(policy, blocks, experts, recipe.trainer, world)
     policy.routing.attach(world.device)
     allocate(policy, recipe.trainer, world.device)

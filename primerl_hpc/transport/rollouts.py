@@ -22,6 +22,7 @@ TOKEN_STREAMS: dict[str, type] = {
     "inference_logprobs": np.float32,
     "ce_weights": np.float32,
     "ref_logprobs": np.float32,
+    "routed_experts": np.uint8,
 }
 SAMPLE_STREAMS: dict[str, type] = {
     "sample_lengths": np.int64,
@@ -31,8 +32,10 @@ SAMPLE_STREAMS: dict[str, type] = {
     "ref_kl_weights": np.float32,
     "env_ids": np.int32,
 }
-OPTIONAL_STREAMS = frozenset(("ce_weights", "ref_logprobs"))
+OPTIONAL_STREAMS = frozenset(("ce_weights", "ref_logprobs", "routed_experts"))
 """May be None: zero for every token."""
+MAPPED_STREAMS = frozenset(("routed_experts",))
+"""Of hundreds of bytes a token: not copied on their way, but read from the mapped file. uint16 where uint8 is too small."""
 
 
 @dataclass
@@ -53,6 +56,8 @@ class MicroBatch:
     # [N]
     ce_weights: NDArray[np.float32] | None = None  # membership and weight in cross-entropy, of any tokens
     ref_logprobs: NDArray[np.float32] | None = None  # log-probability under the reference of ref_kl
+    # [N, layers, k], uint8 or uint16: experts the engine chose for each token; zeros alone: not known
+    routed_experts: NDArray | None = None
 
     def __post_init__(self) -> None:
         for streams, count in (

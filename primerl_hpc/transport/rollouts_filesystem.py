@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import fsync_dir, is_there, write_text
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.transport.rollouts import (
+    MAPPED_STREAMS,
     OPTIONAL_STREAMS,
     SAMPLE_STREAMS,
     SCHEMA_VERSION,
@@ -33,6 +33,7 @@ from primerl_hpc.transport.rollouts import (
     MicroBatch,
     StepInfo,
 )
+from primerl_hpc.transport.tensor_file import map_tensor, write_parts
 
 LAG_S = 60.0  # how long a network filesystem may hide a file behind its marker
 FIRST_POLL_S, MAX_POLL_S = 0.01, 0.5
@@ -68,32 +69,31 @@ class FilesystemSender:
 
 
 def write_rank(path: Path, info: StepInfo, rows: list[MicroBatch], *, world_size: int) -> None:
-    tensors = {
-        name: stream
+    streams = {
+        name: parts
         for name, dtype in (TOKEN_STREAMS | SAMPLE_STREAMS).items()
-        if (stream := _joined(rows, name, dtype)) is not None
+        if (parts := _parts(rows, name, dtype)) is not None
     }
-    tensors["micro_batch_tokens"] = np.array([row.num_tokens for row in rows], np.int64)
-    tensors["micro_batch_samples"] = np.array([len(row.sample_lengths) for row in rows], np.int64)
+    streams["micro_batch_tokens"] = [np.array([row.num_tokens for row in rows], np.int64)]
+    streams["micro_batch_samples"] = [np.array([len(row.sample_lengths) for row in rows], np.int64)]
     header = {
         "schema_version": str(SCHEMA_VERSION),
         "world_size": str(world_size),
         "step_info": json.dumps(asdict(info)),
     }
-    save_file(tensors, path, metadata=header)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    write_parts(path, streams, header)
 
 
-def _joined(rows: list[MicroBatch], name: str, dtype: type) -> NDArray | None:
-    """The stream of all rows; None when none has it."""
+def _parts(rows: list[MicroBatch], name: str, dtype: type) -> list[NDArray] | None:
+    """The stream of each row; None when none has it."""
     parts = [getattr(row, name) for row in rows]
-    if name in OPTIONAL_STREAMS:
-        if all(part is None for part in parts):
-            return None
-        lengths = [row.num_tokens for row in rows]
-        parts = [np.zeros(n, dtype) if part is None else part for part, n in zip(parts, lengths, strict=True)]
-    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
+    there = [part for part in parts if part is not None]
+    if name in OPTIONAL_STREAMS and not there:
+        return None
+    for place, row in enumerate(rows):
+        if parts[place] is None:
+            parts[place] = np.zeros((row.num_tokens, *there[0].shape[1:]), dtype)
+    return parts if name in MAPPED_STREAMS else [np.asarray(part, dtype) for part in parts]
 
 
 def read_rank(path: Path) -> tuple[StepInfo, list[MicroBatch], int]:
@@ -110,7 +110,10 @@ def read_rank(path: Path) -> tuple[StepInfo, list[MicroBatch], int]:
                     place=str(path),
                     mend="run orchestrator and trainer from the same version",
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no Mapping)
+            tensors = {
+                name: map_tensor(path, name) if name in MAPPED_STREAMS else file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 (no Mapping)
+            }
         info = StepInfo(**json.loads(header["step_info"]))
         token_cuts = np.cumsum(tensors["micro_batch_tokens"])[:-1]
         sample_cuts = np.cumsum(tensors["micro_batch_samples"])[:-1]

@@ -83,6 +83,10 @@ def batch(step: int, case: Case) -> list[MicroBatch]:
         is_in = rng.random(len(row.sample_lengths)) < share
         row.ref_kl_weights = np.where(is_in, 0.3, 0).astype(np.float32)
         row.ref_logprobs = -rng.uniform(2, 6, row.num_tokens).astype(np.float32)
+        if recipe_of(case).replays_routers and number:
+            # all but a fifth of the tokens by two of the 8 experts in each of two layers
+            chosen = rng.random((row.num_tokens, 2, 8)).argsort(-1)[..., :2]
+            row.routed_experts = (chosen * (rng.random((row.num_tokens, 1, 1)) < 0.8)).astype(np.uint8)
     return rows
 
 

@@ -42,6 +42,8 @@ CUSTOM = {
     "loss": {"type": "custom", "import_path": "tests.e2e.parallel_ranks:reinforce", "kwargs": {"scale": 0.5}},
 }  # fmt: skip
 
+REPLAY = {"model": "glm4_moe", "trainer": {"router_replay": True}, "reference": "replay-1"}
+
 # fmt: off
 LAYOUTS: dict[str, dict[str, Any]] = {
     # each axis alone; context with a loss over whole samples too
@@ -70,6 +72,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "compiled-ulysses-2-expert-2": {
         "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
     },
+    "replay-ring-2-expert-2": {
+        **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
+    },
+    "replay-shard-2-compiled": {**REPLAY, "ranks": 2, "trainer": {"router_replay": True, "compile": True}},
     "no-experts": {"model": "llama", "ranks": 2, "layout": {"expert_parallel": 2}},
     "shard-2-expert-2": {"model": "gpt_oss", "ranks": 4, "layout": {"expert_parallel": 2}},
     "replicate-2-expert-2": {
@@ -194,6 +200,7 @@ def cases(folder: Path) -> list[Case]:
         named[f"{family}-rl"] = {"model": family, "ranks": 1}
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
     named["custom-1"] = {**CUSTOM, "ranks": 1}
+    named["replay-1"] = {**REPLAY, "ranks": 1}
     named["lora-1"] = {**LORA, "ranks": 1}
     named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
     named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.names import Role
 from primerl_hpc.inference.engine_args import engine_args, node_args
 from primerl_hpc.plan.engine_env import engine_env
 from primerl_hpc.recipe.schema import InferenceLayout, Recipe
@@ -55,6 +56,24 @@ def test_gpu_engines_capture_graphs_and_take_a_share_of_the_memory() -> None:
     assert found["enforce-eager"] is True
     assert found["kv-cache-memory-bytes"] == str(4 * 2**30)
     assert "gpu-memory-utilization" not in found
+
+
+def test_only_the_engines_of_a_policy_whose_routers_are_replayed_return_experts() -> None:
+    replayed = Recipe.model_validate(
+        {
+            "kind": "rl",
+            "name": "r",
+            "model": {"name": "org/moe"},
+            "max_steps": 1,
+            "environments": {"train": [{"id": "reverse-text"}]},
+            "trainer": {"router_replay": True},
+            "judge": {"model": {"name": "org/dense"}},
+        }
+    )
+    assert "enable-return-routed-experts" in flags(engine_args(replayed, model_path="m", accelerator="gpu"))
+    for other in (recipe(), replayed.for_frozen(Role.JUDGE)):
+        found = flags(engine_args(other, model_path="m", accelerator="gpu"))
+        assert "enable-return-routed-experts" not in found
 
 
 def test_parallel_sizes_and_lengths_come_from_the_recipe() -> None:

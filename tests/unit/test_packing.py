@@ -119,6 +119,27 @@ def test_a_sample_whose_completion_lies_beyond_the_cap_is_counted_and_left_out()
     assert packed.ranks[0][0].sample_lengths.tolist() == [20]
 
 
+@settings(max_examples=40)
+@given(lengths_strategy, st.integers(16, CAP), st.data())
+def test_chosen_experts_stay_beside_their_tokens(lengths, seq_len, data):
+    """Of token t of sample m: (m + 1, t + 1); in parts, of different width, or not there at all."""
+    samples = [sample_of(length, mark) for mark, length in enumerate(lengths)]
+    has = data.draw(st.lists(st.booleans(), min_size=len(samples), max_size=len(samples)))
+    for mark, (each, length) in enumerate(zip(samples, lengths, strict=True)):
+        if has[mark]:
+            whole = np.stack([np.full(length, mark + 1), np.arange(1, length + 1)], 1)[:, None]
+            cut = data.draw(st.integers(0, length))
+            each.sample.routed_experts = [whole[:cut].astype(np.uint8), whole[cut:].astype(np.uint16)]
+    rows = [row for rank in pack(samples, seq_len=seq_len, num_ranks=2).ranks for row in rank]
+    assert any(has) or all(row.routed_experts is None for row in rows)
+    for row in rows:
+        marks = row.input_ids
+        routed = np.zeros((row.num_tokens, 1, 2)) if row.routed_experts is None else row.routed_experts
+        expected = np.stack([marks + 1, row.position_ids + 1], 1) * np.array(has)[marks][:, None]
+        if row.loss_mask.any():
+            np.testing.assert_array_equal(routed[:, 0], expected)
+
+
 def test_rows_of_one_micro_step_cost_alike():
     rng = np.random.default_rng(0)
     lengths = np.minimum(np.exp(rng.normal(np.log(3500), 0.9, 2048)).astype(np.int64) + 1, 32_768)

@@ -235,6 +235,7 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
             ["5 accelerators", "3 trainer ranks + 1 of the judge", "has 4"],
         ),
         (["inference.kv_offload_gib=4"], load_profile("local").profile, ["kv_offload_gib", "host memory"]),
+        (["trainer.router_replay=true"], load_profile("local").profile, ["router_replay", "run on CPUs"]),
         (["layout.inference.tensor_parallel=16"], gpu_profile(1), ["16 accelerators", "has 8"]),
         (["layout.inference.tensor_parallel=12"], gpu_profile(4), ["12 accelerators", "multiple of 8"]),
         (

@@ -106,6 +106,12 @@ def test_groups_come_back_as_they_were(tmp_path_factory, seed, sizes, algorithm)
         group.results = [make_rollout(float(rng.random()), rng) for _ in range(size)]
         group.versions = rng.integers(0, 9, size).tolist()
         groups.append(scorer.score(group))
+    for number, sample in enumerate(
+        each for group in groups for one in group.rollouts for each in one.samples
+    ):
+        if seed % 2 and number % 3:
+            routed = rng.integers(0, 9, (sample.num_tokens, 2, 2)).astype(np.uint16)
+            sample.routed_experts = [routed]
     path = tmp_path_factory.mktemp("queue") / QUEUE
     write_queue(path, groups)
     assert_same(read_queue(path), groups)

@@ -128,6 +128,14 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             "evaluation: {external: {base_url: 'http://h/v1'}}\n",
             ["give its judge a base_url"],
         ),
+        (
+            MINIMAL + "trainer: {router_replay: true}\ninference: {kv_offload_gib: 4}\n",
+            ["trainer.router_replay and inference.kv_offload_gib exclude each other"],
+        ),
+        (
+            SUPERVISED + "  data: {path: a}\ntrainer: {router_replay: true}\n",
+            ["trainer.router_replay belongs to kind rl"],
+        ),
         (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
         (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),
         (MINIMAL + "lora: {target_modules: []}\n", ["lora.target_modules"]),

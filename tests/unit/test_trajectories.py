@@ -78,6 +78,18 @@ def test_a_rewritten_history_starts_a_new_sample_and_a_shared_reply_is_trained_o
     assert samples[1].logprobs[3] == 0  # trained in the first sample, so no probability here
 
 
+def test_chosen_experts_are_views_of_what_came_and_unknown_where_a_message_has_none():
+    nodes = [prompt([1, 2]), reply([9, 4], 0), prompt([5], 1), reply([9, 7], 2)]
+    nodes[1].routed_experts = np.full((2, 3, 2), 7, np.uint8)
+    nodes[3].routed_experts = np.full((2, 3, 2), 300, np.uint16)
+    (sample,) = samples_of(trace(nodes), 1.0)
+    assert [len(part) for part in sample.routed_experts] == [2, 2, 1, 2]
+    assert sample.routed_experts[1] is nodes[1].routed_experts
+    assert [int(part.max()) for part in sample.routed_experts] == [0, 7, 0, 300]
+    (plain,) = samples_of(trace([prompt([1, 2]), reply([9, 4], 0)]), 1.0)
+    assert plain.routed_experts is None
+
+
 def test_text_of_environment_messages_is_marked_once_and_their_template_not():
     tool = MessageNode(
         parent=1,
