@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +53,10 @@ class TrainSample:
         return bool(self.advantage * self.rl_weight or self.ref_kl_weight or self.ce_weights is not None)
 
     def is_trained(self, seq_len: int) -> bool:
-        """Whether any of the first ``seq_len`` tokens has a weight."""
-        has_ce = self.ce_weights is not None and self.ce_weights[:seq_len].any()
-        return bool(has_ce or self.sample.loss_mask[:seq_len].any())
+        """Whether any token that a row of ``seq_len`` takes has a weight."""
+        length = self.sample.tokens_within(seq_len)
+        has_ce = self.ce_weights is not None and self.ce_weights[:length].any()
+        return bool(has_ce or self.sample.loss_mask[:length].any())
 
 
 @dataclass
@@ -194,42 +195,54 @@ def deal_rows(rows: list[list[int]], row_costs: list[float], num_ranks: int) -> 
 
 
 def pack(samples: list[TrainSample], *, seq_len: int, num_ranks: int) -> Packed:
-    """All samples in rows of at most ``seq_len`` tokens; a dummy row of zero weight only where a rank would be idle."""
+    """All samples in rows of at most ``seq_len`` tokens; a dummy row of zero weight only where a rank would be idle.
+
+    Samples with images are in rows of their own, and in micro-steps of their own.
+    """
     num_truncated = sum(each.sample.num_tokens > seq_len for each in samples)
     kept = [each for each in samples if each.is_trained(seq_len)]
     if not kept:
         dummies = [[empty_row()] for _ in range(num_ranks)]
         return Packed(dummies, num_truncated, len(samples), num_ranks, 0.0)
-    lengths = np.minimum([each.sample.num_tokens for each in kept], seq_len).astype(np.int64)
-    rows = assign_rows(lengths, seq_len, num_ranks)
-    costs = cost_of(lengths).tolist()
-    dealt = deal_rows(rows, [sum(costs[index] for index in row) for row in rows], num_ranks)
-    ranks = [
-        [_row([kept[index] for index in row], seq_len) if row else empty_row() for row in rank]
-        for rank in dealt
+    kinds = [
+        [each for each in kept if bool(each.sample.images) is has_images] for has_images in (False, True)
     ]
+    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    num_rows = num_dummies = num_tokens = 0
+    for kind in filter(None, kinds):
+        lengths = np.asarray([each.sample.tokens_within(seq_len) for each in kind], np.int64)
+        rows = assign_rows(lengths, seq_len, num_ranks)
+        costs = cost_of(lengths).tolist()
+        dealt = deal_rows(rows, [sum(costs[index] for index in row) for row in rows], num_ranks)
+        for done, rank in zip(ranks, dealt, strict=True):
+            done += [
+                _row([kind[index] for index in row], lengths[row]) if row else empty_row() for row in rank
+            ]
+        num_rows += len(rows)
+        num_dummies += sum(not row for row in rows)
+        num_tokens += int(lengths.sum())
     return Packed(
         ranks=ranks,
         num_truncated=num_truncated,
         num_untrainable=len(samples) - len(kept),
-        num_dummies=sum(not row for row in rows),
-        fill=float(lengths.sum()) / (len(rows) * seq_len),
+        num_dummies=num_dummies,
+        fill=num_tokens / (num_rows * seq_len),
     )
 
 
-def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
+def _row(samples: list[TrainSample], lengths: NDArray[np.int64]) -> MicroBatch:
+    """The first ``lengths`` [S] tokens of each sample."""
     streams = [each.sample for each in samples]
-    lengths = np.minimum([stream.num_tokens for stream in streams], seq_len).astype(np.int64)
+    starts = (np.cumsum(lengths) - lengths).tolist()
 
     def join(parts: list[NDArray], dtype: type) -> NDArray:
-        return np.concatenate([part[:seq_len] for part in parts], dtype=dtype)
+        return np.concatenate([part[:n] for part, n in zip(parts, lengths, strict=True)], dtype=dtype)
 
     def join_or_none(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
         if all(part is None for part in parts):
             return None
-        zeros = np.zeros(seq_len, np.float32)
-        of_all = (zeros[:n] if part is None else part for part, n in zip(parts, lengths, strict=True))
-        return join(list(of_all), np.float32)
+        zeros = np.zeros(lengths.max(), np.float32)
+        return join([zeros if part is None else part for part in parts], np.float32)
 
     return MicroBatch(
         input_ids=join([stream.token_ids for stream in streams], np.int32),
@@ -244,6 +257,12 @@ def _row(samples: list[TrainSample], seq_len: int) -> MicroBatch:
         ce_weights=join_or_none([each.ce_weights for each in samples]),
         ref_logprobs=join_or_none([each.ref_logprobs for each in samples]),
         routed_experts=_join_routed([stream.routed_experts for stream in streams], lengths),
+        images=tuple(
+            replace(placed, start=start + placed.start)
+            for stream, start, length in zip(streams, starts, lengths, strict=True)
+            for placed in stream.images
+            if placed.start < length
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from primerl_hpc.orchestrator.packing import TrainSample
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.scoring import ScoredGroup
 from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
+from primerl_hpc.transport.rollouts import Picture, PlacedPicture
 from primerl_hpc.transport.tensor_file import write_parts
 
 # [N] of each sample; those after the third may be None in some
@@ -64,9 +65,19 @@ def write_queue(path: Path, groups: Sequence[ScoredGroup]) -> None:
     if any(routed):
         tensors[f"sample.{ROUTED}.has"] = [np.asarray([parts is not None for parts in routed], np.bool_)]
         tensors[f"sample.{ROUTED}"] = [part for parts in routed for part in parts or ()]
+    pictures = {each.picture.key: each.picture for sample in samples for each in sample.images}
+    tensors |= {f"picture.{key}": [picture.pixels] for key, picture in pictures.items()}
     header = {
         "groups": [_group_row(group, places) for group in groups],
-        "samples": [[sample.temperature, sample.trace] for sample in samples],
+        "samples": [
+            [
+                sample.temperature,
+                sample.trace,
+                [(each.picture.key, each.start, each.length) for each in sample.images],
+            ]
+            for sample in samples
+        ],
+        "pictures": {key: picture.grid for key, picture in pictures.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -85,9 +96,18 @@ def read_queue(path: Path) -> list[ScoredGroup]:
         if f"sample.{ROUTED}" in tensors:
             for streams, cut in zip(sample_streams, _cut("sample", tensors, (ROUTED,)), strict=True):
                 streams[ROUTED] = None if cut[ROUTED] is None else [cut[ROUTED]]
+        pictures = {
+            key: Picture(key, tensors[f"picture.{key}"], tuple(grid))
+            for key, grid in json.loads(header["pictures"]).items()
+        }
         samples = [
-            Sample(**streams, temperature=temperature, trace=trace)
-            for streams, (temperature, trace) in zip(
+            Sample(
+                **streams,
+                temperature=temperature,
+                trace=trace,
+                images=tuple(PlacedPicture(pictures[key], start, length) for key, start, length in images),
+            )
+            for streams, (temperature, trace, images) in zip(
                 sample_streams, json.loads(header["samples"]), strict=True
             )
         ]

@@ -27,6 +27,7 @@ from primerl_hpc.orchestrator.env_client import (
     train_client,
 )
 from primerl_hpc.orchestrator.env_pool import EnvServerPool
+from primerl_hpc.orchestrator.images import ImageReader
 from primerl_hpc.orchestrator.teacher import add_samples
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, rollout_of
 from primerl_hpc.recipe.algorithm_schema import SFTDistill
@@ -80,6 +81,7 @@ class RolloutRunner:
         """``router_url``: where rollouts sample now; None while the router is down. Evaluation needs no ``distillation``."""
         self.distillation = distillation
         self.recipe, self.envs = recipe, envs
+        self.images = ImageReader(recipe.model)
         self.external = recipe.evaluation.external if recipe.evaluation else None
         self.live_version, self.router_url = live_version, router_url
         self.outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()
@@ -168,6 +170,8 @@ class RolloutRunner:
             timeout_s=handle.environment.timeout_s,
         )
         rollout = rollout_of(episode, temperature=sampling.temperature, need_tokens=self.external is None)
+        if start.split is Split.TRAIN:
+            await self.images.add_images(rollout, episode)
         if self.distillation is not None:
             await self.distillation.score(
                 rollout, episode, algorithm, data, router_url=url, live_version=self.live_version

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.transport.rollouts import PlacedPicture
+
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
     from verifiers.v1.graph import MessageNode
@@ -55,10 +57,17 @@ class Sample:
     roles: NDArray[np.uint8] | None = None  # text of environment messages not in an earlier sample; see ROLES
     # experts the engine chose, in parts [n, layers, k] whose n sum up to N; zeros alone: not known
     routed_experts: list[NDArray] | None = None
+    images: tuple[PlacedPicture, ...] = ()  # in the order of their tokens; see `images`
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def tokens_within(self, seq_len: int) -> int:
+        """How many of them a row of ``seq_len`` tokens takes: an image is there as a whole or not at all."""
+        if self.num_tokens <= seq_len:
+            return self.num_tokens
+        return min([seq_len, *(each.start for each in self.images if each.start + each.length > seq_len)])
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ class Recipe(Block):
             raise ValueError(
                 f"lora.rank {self.lora.rank} is above {MAX_SERVED_RANK}, the most that vLLM serves"
             )
+        if self.trainer.vision == "trained":
+            raise ValueError(
+                "trainer.vision trained is for whole models: with lora, adapters alone are trained"
+            )
         if self.weights.transport != "filesystem":
             raise ValueError(
                 f"weights.transport {self.weights.transport} is for whole models: with lora, versions are adapters and as small already"

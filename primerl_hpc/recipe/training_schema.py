@@ -185,6 +185,8 @@ class Trainer(Block):
     """torch.compile every block."""
     router_replay: Bool = False
     """Of a mixture of experts: every token is trained through the experts that the engine sent it to, weighed by the trainer's own router (arXiv 2510.11370). For kind rl; needs engines on GPUs without kv_offload_gib; rollouts grow by layers × experts per token bytes a token."""
+    vision: Literal["frozen", "trained"] = "frozen"
+    """Of a vision-language model: whether its vision tower, with the merger at its end, is trained as well."""
     max_skipped_steps: PositiveInt = 10
     """A step with a NaN or infinite loss or gradient on any rank is skipped by all; so many in a row stop the run."""
     gc_interval: PositiveInt = 50

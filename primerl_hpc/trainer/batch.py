@@ -19,6 +19,15 @@ FORWARD_TOKENS = 4096  # short rows are stacked until a forward holds about so m
 
 
 @dataclass
+class ImageBatch:
+    """The images of B rows, in the order of their tokens."""
+
+    pixels: Tensor  # [patches, numbers of a patch]
+    grids: Tensor  # [I, 3] patches of each image in time, height, width; on the CPU
+    token_types: Tensor  # [B, N] 1: of an image, 0: text; on the CPU
+
+
+@dataclass
 class TokenBatch:
     """B rows padded to N tokens; T trained tokens."""
 
@@ -38,6 +47,7 @@ class TokenBatch:
     sequence_ids: Tensor  # [T] int64
     num_sequences: int
     routed_experts: Tensor | None = None  # [B, N, layers, k], zeros alone: not known
+    images: ImageBatch | None = None
 
 
 def stack_rows(rows: list[MicroBatch], seq_len: int) -> list[list[MicroBatch]]:
@@ -66,6 +76,7 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
         num_sequences=num_sequences,
         routed_experts=_routed_experts(rows, length, device),
+        images=_images(rows, length, device),
         **{name: torch.from_numpy(values).to(device) for name, values in picked.items()},
     )
 
@@ -79,6 +90,19 @@ def _routed_experts(rows: list[MicroBatch], length: int, device: torch.device) -
         if row.routed_experts is not None:
             routed[index, : row.num_tokens] = row.routed_experts
     return torch.from_numpy(routed).to(device)
+
+
+def _images(rows: list[MicroBatch], length: int, device: torch.device) -> ImageBatch | None:
+    placed = [each for row in rows for each in row.images]
+    if not placed:
+        return None
+    types = torch.zeros(len(rows), length, dtype=torch.int32)
+    for index, row in enumerate(rows):
+        for each in row.images:
+            types[index, each.start : each.start + each.length] = 1
+    pixels = np.concatenate([each.picture.pixels for each in placed])
+    grids = torch.tensor([each.picture.grid for each in placed])
+    return ImageBatch(torch.from_numpy(pixels).to(device), grids, types)
 
 
 def _streams(row: MicroBatch, tokens: NDArray[np.int64]) -> dict[str, NDArray]:

@@ -174,6 +174,7 @@ class Core:
             batch.targets,
             batch.temperatures,
             batch.routed_experts,
+            batch.images,
         )
         loss, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
         loss.backward()  # each rank's part of a sum: gradients are summed over ranks too

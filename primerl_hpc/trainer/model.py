@@ -9,28 +9,31 @@ import logging
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.recipe.model_schema import Model as ModelBlock
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import Trainer
+from primerl_hpc.trainer.batch import ImageBatch
 from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
 from primerl_hpc.trainer.load import fill_with_noise, has_weights, load_weights
 from primerl_hpc.trainer.lora import attach_adapters, init_adapters, is_adapter, shrink_frozen
 from primerl_hpc.trainer.memory import allocate, offload_policy, save_activations
-from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention
+from primerl_hpc.trainer.parallel.attention import register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
 from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
 from primerl_hpc.trainer.replay import Replay
 from primerl_hpc.trainer.routing import Routing
+from primerl_hpc.trainer.vision import Vision, auto_class, vision_of
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -52,6 +55,7 @@ class Policy(nn.Module):
         self.attention, self.context = attention, context
         self.routing = Routing(hf)
         self.replay: Replay | None = None
+        self.vision: Vision | None = None
 
     def forward(
         self,
@@ -61,6 +65,7 @@ class Policy(nn.Module):
         targets: Tensor,
         temperatures: Tensor,
         routed_experts: Tensor | None = None,
+        images: ImageBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """ids and positions [B, N]; predictors, targets, temperatures [T] → log π [T], entropy [T], float32.
 
@@ -72,12 +77,16 @@ class Policy(nn.Module):
         self.routing.begin_forward(packing)
         if self.replay is not None:
             self.replay.begin_forward(routed_experts, packing)
+        inputs: dict[str, Any] = {"position_ids": packing.positions[:, packing.own]}
+        if self.vision is not None:
+            inputs = self.vision.inputs(input_ids, packing, images)
+        elif images is not None:
+            raise DataError(f"rollouts show images, and {type(self.hf).__name__} is a model of text alone")
         hidden = self.hf.base_model(
-            input_ids=pad(input_ids, self.context)[:, packing.own],
-            position_ids=packing.positions[:, packing.own],
-            use_cache=False,
-            packing=packing,
+            input_ids=pad(input_ids, self.context)[:, packing.own], use_cache=False, packing=packing, **inputs
         ).last_hidden_state
+        if self.vision is not None and self.vision.is_trained and images is None:
+            hidden = hidden + self.vision.nothing(hidden)
         weight = self.hf.get_output_embeddings().weight
         if self.context.size == 1:
             hidden = hidden.flatten(0, 1)[predictors]
@@ -155,20 +164,22 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     """Meta init, adapters, checkpointing, compile, FSDP2, load. What is trained is float32; see `Trainer.param_dtype`."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     register_attention()
+    kind, attention_of_parts = auto_class(config)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
+        hf = kind.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention_of_parts,
             trust_remote_code=recipe.model.trust_remote_code,
         )
     check_head(hf, recipe.model.name)
     check_layers(config.get_text_config(), recipe.model.name)
     hf.train()
     blocks = decoder_blocks(hf)
+    vision = vision_of(hf, recipe.model.name, is_trained=recipe.trainer.vision == "trained")
     if recipe.lora is not None:
         attach_adapters(hf, blocks, recipe.lora)
-        shrink_frozen(hf, DTYPES[recipe.trainer.param_dtype])
+    shrink_frozen(hf, DTYPES[recipe.trainer.param_dtype])
     experts = spread(hf, recipe, world)
     save_activations(hf, blocks, recipe.trainer)
     if recipe.trainer.compile:
@@ -180,6 +191,12 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     attention = choose_attention(recipe.model, config, world.device)
     context = make_context(recipe.layout.trainer, config.get_text_config(), world)
     policy = Policy(hf, chunk, attention, context)
+    policy.vision = vision
+    if vision is not None and context.size > 1:
+        raise ConfigError(
+            f"layout.trainer.context_parallel is {context.size}, and rows with images are not shared by ranks",
+            mend="set it to 1",
+        )
     if recipe.replays_routers:
         policy.replay = Replay(blocks)
     shard(policy, blocks, experts, recipe.trainer, world)
@@ -254,7 +271,7 @@ def choose_attention(block: ModelBlock, config: PreTrainedConfig, device: torch.
 
 
 def decoder_blocks(hf: nn.Module) -> list[nn.Module]:
-    layers = getattr(hf.base_model, "layers", None)
+    layers = getattr(getattr(hf.base_model, "language_model", hf.base_model), "layers", None)
     if layers is None:
         raise ConfigError(
             f"{type(hf).__name__} has no list of decoder layers: this architecture is not supported"

@@ -49,7 +49,7 @@ class FlopCounter:
     each sample.
 
     Attention of one layer: QKᵀ and PV are 2·2·heads·head_dim·len² forward, half of it causal, thrice with backward:
-    6·heads·head_dim·len². Embedding look-ups cost none; of the experts only those chosen per token count.
+    6·heads·head_dim·len². Embedding look-ups cost none; of the experts only those chosen per token count. A vision tower is not counted.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -86,7 +86,7 @@ def matmul_flops(policy: Policy) -> float:
     head = policy.hf.get_output_embeddings().weight
     total = float(head.numel()) * (6 if head.requires_grad else 4)
     for name, parameter in policy.hf.named_parameters():
-        if parameter.ndim < 2 or "embed_tokens" in name or parameter is head:
+        if parameter.ndim < 2 or "embed_tokens" in name or ".visual." in name or parameter is head:
             continue
         active = share if ".experts." in name else 1.0
         total += parameter.numel() * active * (6 if parameter.requires_grad else 4)

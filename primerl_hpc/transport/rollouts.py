@@ -38,6 +38,24 @@ MAPPED_STREAMS = frozenset(("routed_experts",))
 """Of hundreds of bytes a token: not copied on their way, but read from the mapped file. uint16 where uint8 is too small."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """An image as its model's processor made it. Samples that show the same image share it."""
+
+    key: str  # SHA-256 of the image
+    pixels: NDArray[np.float32]  # [patches, numbers of a patch]
+    grid: tuple[int, int, int]  # patches in time, height, width
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture in a sample or row of tokens."""
+
+    picture: Picture
+    start: int
+    length: int
+
+
 @dataclass
 class MicroBatch:
     """One packed row of N tokens, which are S samples."""
@@ -58,6 +76,7 @@ class MicroBatch:
     ref_logprobs: NDArray[np.float32] | None = None  # log-probability under the reference of ref_kl
     # [N, layers, k], uint8 or uint16: experts the engine chose for each token; zeros alone: not known
     routed_experts: NDArray | None = None
+    images: tuple[PlacedPicture, ...] = ()  # in the order of their tokens
 
     def __post_init__(self) -> None:
         for streams, count in (

@@ -2,7 +2,7 @@
 
 A rank's file holds every stream of all its micro-batches one after another (an optional one where some row has it),
 ``micro_batch_tokens`` [M] and ``micro_batch_samples`` [M] to cut them apart again, and, as JSON in the safetensors header,
-the `StepInfo` and the schema version. The folder is filled under another name and renamed, so ``step_N`` is whole or not there.
+the `StepInfo`, the schema version, and where images are. The images of all ranks, each once, are in ``images.safetensors``. The folder is filled under another name and renamed, so ``step_N`` is whole or not there.
 
     FilesystemSender(run).send(StepInfo(step=3), ranks)
     info, rows = FilesystemReceiver(run).receive(3, rank=0, timeout_s=60)
@@ -16,6 +16,7 @@ import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +32,13 @@ from primerl_hpc.transport.rollouts import (
     SCHEMA_VERSION,
     TOKEN_STREAMS,
     MicroBatch,
+    Picture,
+    PlacedPicture,
     StepInfo,
 )
 from primerl_hpc.transport.tensor_file import map_tensor, write_parts
 
+IMAGES = "images.safetensors"
 LAG_S = 60.0  # how long a network filesystem may hide a file behind its marker
 FIRST_POLL_S, MAX_POLL_S = 0.01, 0.5
 
@@ -60,6 +64,14 @@ class FilesystemSender:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.mkdir(parents=True)
+        pictures = {
+            placed.picture.key: [placed.picture.pixels]
+            for rows in ranks
+            for row in rows
+            for placed in row.images
+        }
+        if pictures:
+            write_parts(temporary / IMAGES, pictures, {})
         for rank, rows in enumerate(ranks):
             write_rank(rank_file(temporary, rank), info, rows, world_size=len(ranks))
         fsync_dir(temporary)
@@ -81,6 +93,13 @@ def write_rank(path: Path, info: StepInfo, rows: list[MicroBatch], *, world_size
         "world_size": str(world_size),
         "step_info": json.dumps(asdict(info)),
     }
+    images = [
+        (place, placed.picture.key, placed.picture.grid, placed.start, placed.length)
+        for place, row in enumerate(rows)
+        for placed in row.images
+    ]
+    if images:
+        header["images"] = json.dumps(images)
     write_parts(path, streams, header)
 
 
@@ -127,10 +146,24 @@ def read_rank(path: Path) -> tuple[StepInfo, list[MicroBatch], int]:
             for name in there
         }
         num_rows = len(tensors["micro_batch_tokens"])
-        rows = [MicroBatch(**{name: parts[name][index] for name in there}) for index in range(num_rows)]
+        images = _read_images(path.with_name(IMAGES), json.loads(header.get("images", "[]")))
+        rows = [
+            MicroBatch(
+                **{name: parts[name][index] for name in there},
+                images=tuple(placed for place, placed in images if place == index),
+            )
+            for index in range(num_rows)
+        ]
         return info, rows, int(header["world_size"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"not a whole rollout file ({error})", place=str(path)) from error
+
+
+def _read_images(path: Path, found: list[list[Any]]) -> list[tuple[int, PlacedPicture]]:
+    """Pairs of a row's place and a picture in it; pixels are mapped."""
+    grids = {key: tuple(grid) for _, key, grid, _, _ in found}
+    pictures = {key: Picture(key, map_tensor(path, key), grid) for key, grid in grids.items()}
+    return [(place, PlacedPicture(pictures[key], start, length)) for place, key, _, start, length in found]
 
 
 class FilesystemReceiver:

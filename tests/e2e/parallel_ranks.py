@@ -40,7 +40,8 @@ from primerl_hpc.trainer.losses import LossInputs, TokenLoss
 from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.watchdog import Watchdog
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.transport.rollouts import MicroBatch, Picture, PlacedPicture
+from tests.e2e.tiny_models import IMAGE_TOKEN, VISION_START
 from tests.support import random_row
 
 STEPS, ROWS, SEQ_LEN = 3, 8, 64
@@ -74,6 +75,8 @@ def batch(step: int, case: Case) -> list[MicroBatch]:
     rng = np.random.default_rng(step)
     rows = [random_row(rng, rng.integers(3, 22, 3).tolist()) for _ in range(ROWS)]
     for number, row in enumerate(rows):
+        if case["model"].endswith("qwen3_vl"):
+            show_images(row, rng, share=number % 2)
         if case.get("is_supervised"):
             row.ce_weights, row.rl_weights[:] = row.loss_mask.astype(np.float32), 0
             continue
@@ -88,6 +91,18 @@ def batch(step: int, case: Case) -> list[MicroBatch]:
             chosen = rng.random((row.num_tokens, 2, 8)).argsort(-1)[..., :2]
             row.routed_experts = (chosen * (rng.random((row.num_tokens, 1, 1)) < 0.8)).astype(np.uint8)
     return rows
+
+
+def show_images(row: MicroBatch, rng: np.random.Generator, share: float) -> None:
+    """In a ``share`` of the samples with room the tokens after the first become those of an image."""
+    row.input_ids = np.minimum(row.input_ids, VISION_START - 2)  # no token of an image by chance
+    starts = np.cumsum(row.sample_lengths) - row.sample_lengths
+    for start, length in zip(starts.tolist(), row.sample_lengths.tolist(), strict=True):
+        if length > 6 and rng.random() < share:
+            row.input_ids[start + 1 : start + 5] = IMAGE_TOKEN
+            row.loss_mask[start + 1 : start + 5] = False
+            picture = Picture(str(rng.random()), rng.normal(size=(16, 96)).astype(np.float32), (1, 4, 4))
+            row.images += (PlacedPicture(picture, start + 1, 4),)
 
 
 def recipe_of(case: Case) -> Recipe:

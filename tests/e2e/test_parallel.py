@@ -25,7 +25,7 @@ from primerl_hpc.launch.merge import merge_adapter  # noqa: E402
 from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E402
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
-from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
+from tests.e2e.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
 from tests.support import ROOT, make_tiny_model, run_role  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -42,6 +42,7 @@ CUSTOM = {
     "loss": {"type": "custom", "import_path": "tests.e2e.parallel_ranks:reinforce", "kwargs": {"scale": 0.5}},
 }  # fmt: skip
 
+VISION = {"model": "qwen3_vl", "trainer": {"vision": "trained"}, "reference": "vision-1", **ONE_BY_ONE}
 REPLAY = {"model": "glm4_moe", "trainer": {"router_replay": True}, "reference": "replay-1"}
 
 # fmt: off
@@ -76,6 +77,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
     },
     "replay-shard-2-compiled": {**REPLAY, "ranks": 2, "trainer": {"router_replay": True, "compile": True}},
+    # images on one of two ranks, and on each in turn
+    "vision-2": {**VISION, "ranks": 2, "is_exported": True},
+    "vision-frozen-2": {"model": "qwen3_vl", "ranks": 2, **ONE_BY_ONE, "reference": "vision-frozen-1"},
+    "vision-shared": {"model": "qwen3_vl", "ranks": 2, "layout": {"context_parallel": 2}},
     "no-experts": {"model": "llama", "ranks": 2, "layout": {"expert_parallel": 2}},
     "shard-2-expert-2": {"model": "gpt_oss", "ranks": 4, "layout": {"expert_parallel": 2}},
     "replicate-2-expert-2": {
@@ -173,6 +178,7 @@ REFUSED = {
     "of-another-optimizer": "made with optimizer sgd, the recipe says sign_sgd",
     "expert-3-of-8": "expert_parallel 3 does not divide the model's 8 experts",
     "absent-deepep": "DeepEP is not installed here",
+    "vision-shared": "rows with images are not shared by ranks",
     "no-experts": "expert_parallel is 2, but the model has no experts",
     "ulysses-3-of-4-heads": "4 attention heads and 2 key-value heads must be shared out among 3 ranks",
 }
@@ -201,6 +207,8 @@ def cases(folder: Path) -> list[Case]:
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
     named["custom-1"] = {**CUSTOM, "ranks": 1}
     named["replay-1"] = {**REPLAY, "ranks": 1}
+    named["vision-1"] = {**VISION, "ranks": 1}
+    named["vision-frozen-1"] = {"model": "qwen3_vl", "ranks": 1}
     named["lora-1"] = {**LORA, "ranks": 1}
     named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
     named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}
@@ -215,6 +223,7 @@ def results(tmp_path_factory) -> Results:
     folder = tmp_path_factory.mktemp("parallel")
     for family in FAMILIES:
         make_family(family, folder / family)
+    make_vision_language(folder / "qwen3_vl")
     (folder / "cases.json").write_text(json.dumps(cases(folder)))
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.parallel_ranks", str(folder)],
@@ -295,13 +304,14 @@ def test_a_family_trains_as_plain_transformers_does(results, family):
 
 @pytest.mark.parametrize("name", [name for name in EXPORTED if name not in ADAPTERS])
 def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results, name):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = RunDir(results.folder / f"{name}-run").weights_step(3)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index) == set(load_file(results.folder / LAYOUTS[name]["model"] / "model.safetensors"))
     attention = "eager" if LAYOUTS[name]["model"] == "gpt_oss" else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    kind = AutoModelForImageTextToText if LAYOUTS[name]["model"] == "qwen3_vl" else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, attn_implementation=attention)
     tensors = results.tensors(name)
     for key, value in model.named_parameters():
         assert torch.equal(value, tensors[f"weight.{key}"]), key

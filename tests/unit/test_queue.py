@@ -24,6 +24,7 @@ from primerl_hpc.orchestrator.state import LoopState
 from primerl_hpc.orchestrator.traces import TraceWriter
 from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.transport.rollouts import Picture, PlacedPicture
 
 BATCH, GROUP, TASKS = 12, 4, 7
 
@@ -83,7 +84,7 @@ def assert_same(left: Any, right: Any) -> None:
     elif is_dataclass(left):
         for each in fields(left):
             assert_same(getattr(left, each.name), getattr(right, each.name))
-    elif isinstance(left, list):
+    elif isinstance(left, list | tuple):
         assert len(left) == len(right)
         for one, other in zip(left, right, strict=True):
             assert_same(one, other)
@@ -106,12 +107,14 @@ def test_groups_come_back_as_they_were(tmp_path_factory, seed, sizes, algorithm)
         group.results = [make_rollout(float(rng.random()), rng) for _ in range(size)]
         group.versions = rng.integers(0, 9, size).tolist()
         groups.append(scorer.score(group))
+    pictures = [Picture(key, rng.random((16, 6), np.float32), (1, 4, 4)) for key in "ab"]
     for number, sample in enumerate(
         each for group in groups for one in group.rollouts for each in one.samples
     ):
         if seed % 2 and number % 3:
             routed = rng.integers(0, 9, (sample.num_tokens, 2, 2)).astype(np.uint16)
             sample.routed_experts = [routed]
+            sample.images = (PlacedPicture(pictures[number % 2], number, 4),)
     path = tmp_path_factory.mktemp("queue") / QUEUE
     write_queue(path, groups)
     assert_same(read_queue(path), groups)

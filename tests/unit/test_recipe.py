@@ -137,6 +137,7 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             ["trainer.router_replay belongs to kind rl"],
         ),
         (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
+        (MINIMAL + "lora: {}\ntrainer: {vision: trained}\n", ["trainer.vision trained is for whole models"]),
         (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),
         (MINIMAL + "lora: {target_modules: []}\n", ["lora.target_modules"]),
         (MINIMAL + "lora: {}\nweights: {transport: delta}\n", ["weights.transport delta", "adapters"]),
