@@ -32,7 +32,7 @@ def write_parts(path: Path, tensors: dict[str, list[NDArray]], metadata: dict[st
         end = offset + int(np.prod(shape)) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype.name], "shape": shape, "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
