@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time
 SHARED = {
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
-    "serving": ("test_chat", "test_env_server", "test_inference"),
+    "serving": ("test_chat", "test_env_server", "test_inference", "test_prefill"),
 }
 
 

@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "One part by hand": {
         "inference": ("role", "Run one inference engine of a prepared run."),
         "router": ("role", "Run the router of a prepared run."),
+        "prefill": ("role", "Run one engine that reads prompts for the others."),
         "teacher": ("role", "Run one engine of the teacher."),
         "judge": ("role", "Run one engine of the judge."),
         "env-server": ("role", "Run one environment server."),

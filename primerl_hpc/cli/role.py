@@ -1,4 +1,4 @@
-"""``primerl-hpc inference|router|teacher|judge|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
+"""``primerl-hpc inference|router|prefill|teacher|judge|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from primerl_hpc.cli.bench import BENCHED, bench_options, refuse_without_bench, 
 _ABOUT = {
     "inference": "one vLLM engine, with its control routes",
     "router": "the router in front of the engines",
+    "prefill": "one engine that reads prompts for the others",
     "teacher": "one engine of the teacher",
     "judge": "one engine of the judge",
     "env-server": "one verifiers environment server",

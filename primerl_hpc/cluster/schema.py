@@ -277,8 +277,8 @@ class Software(Block):
     """Roles with an environment of their own: vLLM's pins and the trainer's seldom agree."""
 
     def of_role(self, role: Role) -> Environment:
-        """Engines of a teacher or judge run in the environment of the policy's, unless they have their own."""
-        if role in (Role.TEACHER, Role.JUDGE) and role not in self.roles:
+        """Engines of any kind run in the environment of the policy's, unless they have their own."""
+        if role in (Role.PREFILL, Role.TEACHER, Role.JUDGE) and role not in self.roles:
             role = Role.INFERENCE
         return self.roles.get(role, self.default)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def bind_listener(host: str, memory: Path) -> socket.socket:
         listener.bind((host, 0))
     write_json(memory, {"host": host, "port": listener.getsockname()[1]})
     return listener
+
+
+def free_ports(host: str, num: int) -> int:
+    """The first of ``num`` ports in a row that nobody listens on now, for children that count on from it."""
+    while True:
+        first = free_port(host)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + num):
+                stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((host, port))
+            return first
 
 
 def free_port(host: str) -> int:

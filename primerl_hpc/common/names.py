@@ -17,6 +17,7 @@ class Role(StrEnum):
     """One kind of process. A process of a role is named ``<role>-<index>``, e.g. ``inference-0``."""
 
     INFERENCE = "inference"  # one vLLM replica
+    PREFILL = "prefill"  # one vLLM replica of the policy that reads prompts for the others
     ROUTER = "router"
     TEACHER = "teacher"  # one vLLM replica of a frozen model that the policy learns from
     JUDGE = "judge"  # one of a frozen model that environments ask for rewards

@@ -8,6 +8,7 @@ The API key is never an argument: `ps` would show it.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
@@ -18,6 +19,7 @@ WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
 CPU_EXPERTS_EXTENSION = "primerl_hpc.inference.cpu_worker.CPUWeightUpdate"
 """Instead of the one above where experts are spread over CPUs, which vLLM's CPU build does not know by itself."""
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)  # of which vLLM's --max-lora-rank must be one
+KV_LEASE_S = 30  # vLLM's own: how long a prefill engine keeps blocks that nobody asks for
 CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
 
 # what the run relies on: another value would break identity of tokens, auth, or the plan
@@ -37,12 +39,12 @@ _OURS = frozenset(
         *("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"),
         *("data-parallel-start-rank", "nnodes", "node-rank", "master-addr", "master-port"),
         *("enable-lora", "max-lora-rank", "max-loras", "lora-modules"),
-        "enable-return-routed-experts",
+        *("enable-return-routed-experts", "kv-transfer-config"),
     }
 )
 
 
-def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[str]:
+def engine_args(recipe: Recipe, *, model_path: str, accelerator: str, is_prefill: bool = False) -> list[str]:
     """vLLM's arguments for one engine, without host and port (the server hands over a bound socket).
 
     ``model_path``: hub id or folder of the weights to start with. The served name stays the recipe's model for every
@@ -79,6 +81,7 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str) -> list[st
         "disable-uvicorn-access-log": True,
         **_memory(recipe, is_cpu),
         **_adapters(recipe),
+        **_kv_transfer(recipe, is_prefill),
     }
     for name, value in inference.extra_args.items():
         key = name.lstrip("-").replace("_", "-")
@@ -118,6 +121,19 @@ def _adapters(recipe: Recipe) -> dict[str, int | bool]:
         return {}
     rank = min(served for served in SERVED_RANKS if served >= recipe.lora.rank)
     return {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1}
+
+
+def _kv_transfer(recipe: Recipe, is_prefill: bool) -> dict[str, str]:
+    """Blocks that were not pulled are computed again; those to be pulled are kept while an update pauses both sides."""
+    if recipe.layout.inference.prefill is None:
+        return {}
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if is_prefill else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": recipe.timeouts.weight_update_s + KV_LEASE_S},
+    }
+    return {"kv-transfer-config": json.dumps(config)}
 
 
 def _as_flag(name: str, value: str | int | float | bool | None) -> list[str]:

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primerl_hpc.common.errors import DataError, RoleError
-from primerl_hpc.common.rundir import VERSION_HEADER
+from primerl_hpc.common.rundir import VERSION_HEADER, RunDir
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 from primerl_hpc.inference.routed_experts import GENERATE, rewording
 from primerl_hpc.transport.weights import describe, from_body
@@ -55,6 +55,8 @@ class EngineState:
     """Of the adapter that is loaded."""
     returns_experts: bool = False
     """Whether replies say which experts were chosen."""
+    prefill_run: RunDir | None = None
+    """Where engines are published that prefill for this one; None: it does so itself."""
     paused: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     fault: asyncio.Future[None] | None = None
@@ -79,6 +81,10 @@ class EngineRoutes:
         if _state is None:
             raise RoleError("the engine's routes were built before their state was installed")
         self.app, self.state = app, _state
+        if _state.prefill_run is not None:
+            from primerl_hpc.inference.prefill import RemotePrefill
+
+            self.app = RemotePrefill(app, _state.prefill_run, _state)
         self.routes = {
             ("POST", "/pause"): self.pause,
             ("POST", "/resume"): self.resume,

@@ -24,7 +24,8 @@ import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, RoleError
-from primerl_hpc.common.listen import bind_listener, listen_host
+from primerl_hpc.common.listen import bind_listener, free_ports, listen_host
+from primerl_hpc.common.names import Role
 from primerl_hpc.common.rendezvous import meet
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.inference import routes
@@ -75,6 +76,8 @@ def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str, *, is_fr
     Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies.
     """
     num_nodes, node_rank = len(phase.process(process).nodes), env.slurm_node_rank()
+    if phase.recipe.layout.inference.prefill is not None:
+        open_side_channel(plan, phase.recipe)
     chosen: list[StartWeights] = []
 
     def choose() -> dict[str, Any]:
@@ -93,7 +96,7 @@ def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str, *, is_fr
     more = node_args(phase.recipe.layout.inference, num_nodes, node_rank, address)
     if node_rank == 0:
         return _serve(run, plan, phase, process, chosen[0], more)
-    return _serve_headless(plan, phase, address["path"], more)
+    return _serve_headless(plan, phase, process, address["path"], more)
 
 
 def _serve(
@@ -113,9 +116,10 @@ def _serve(
         base_path=phase.model_path,
         adapter=None if recipe.lora is None else recipe.policy_name,
         returns_experts=recipe.replays_routers,
+        prefill_run=run if _decodes(phase, process) else None,
     )
     routes.install(state)
-    args = _parse([*_arguments(plan, phase, weights.path), *more])
+    args = _parse([*_arguments(plan, phase, process, weights.path), *more])
     logger.info("starting vLLM on %s:%d with policy version %d", host, port, weights.version)
 
     async def companion() -> None:
@@ -143,11 +147,34 @@ def _serve(
         listener.close()
 
 
-def _serve_headless(plan: Plan, phase: PhasePlan, model_path: str, more: list[str]) -> None:
+def _decodes(phase: PhasePlan, process: str) -> bool:
+    """Whether others prefill for this engine."""
+    has_prefill = phase.recipe.layout.inference.prefill is not None
+    return has_prefill and phase.process(process).role == Role.INFERENCE
+
+
+def open_side_channel(plan: Plan, recipe: Recipe) -> None:
+    """Say where engines tell each other of their KV blocks: free ports of this life, one per data-parallel rank.
+
+    Raises ConfigError where vLLM's connector cannot work.
+    """
+    from primerl_hpc.inference import vllm_compat
+
+    if not vllm_compat.has_nixl():
+        raise ConfigError(
+            "layout.inference.prefill needs the package nixl, which carries KV blocks between engines",
+            mend="pip install 'primerl-hpc[prefill]' in the engines' environment, or leave prefill out",
+        )
+    host = listen_host(plan.num_hosts)
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(host, recipe.layout.inference.data_parallel))
+
+
+def _serve_headless(plan: Plan, phase: PhasePlan, process: str, model_path: str, more: list[str]) -> None:
     from primerl_hpc.inference import vllm_compat
 
     logger.info("starting vLLM without an API")
-    vllm_compat.serve_headless(_parse([*_arguments(plan, phase, model_path), *more]))
+    vllm_compat.serve_headless(_parse([*_arguments(plan, phase, process, model_path), *more]))
 
 
 def check_adapters(recipe: Recipe, model_path: str, accelerator: str) -> None:
@@ -166,9 +193,14 @@ def check_adapters(recipe: Recipe, model_path: str, accelerator: str) -> None:
         )
 
 
-def _arguments(plan: Plan, phase: PhasePlan, model_path: str) -> list[str]:
+def _arguments(plan: Plan, phase: PhasePlan, process: str, model_path: str) -> list[str]:
     check_adapters(phase.recipe, phase.model_path, plan.accelerator)
-    return engine_args(phase.recipe, model_path=model_path, accelerator=plan.accelerator)
+    return engine_args(
+        phase.recipe,
+        model_path=model_path,
+        accelerator=plan.accelerator,
+        is_prefill=phase.process(process).role == Role.PREFILL,
+    )
 
 
 def _parse(arguments: list[str]) -> Any:

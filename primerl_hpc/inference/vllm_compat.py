@@ -30,6 +30,13 @@ def parse_serve_args(argv: list[str]) -> Namespace:
     return args
 
 
+def has_nixl() -> bool:
+    """Whether the package is there with which vLLM's NixlConnector moves KV blocks."""
+    from vllm.distributed.nixl_utils import is_nixl_available
+
+    return bool(is_nixl_available())
+
+
 def serve(
     args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:

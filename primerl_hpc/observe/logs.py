@@ -35,6 +35,7 @@ _COLORS = {
     "orchestrator": "yellow",
     "inference": "cyan",
     "router": "blue",
+    "prefill": "cyan",
     "teacher": "cyan",
     "judge": "cyan",
     "env_server": "magenta",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from primerl_hpc.common.names import Role
 from primerl_hpc.orchestrator.concurrency import Concurrency, Decision, Load, Verdict
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
-from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.orchestrator.fleet import Engine, Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +75,16 @@ class EngineWatch:
         while True:
             was_updating = self.is_updating()
             self._engines = await self.fleet.metrics()
+            prefill = await self.fleet.metrics(Role.PREFILL)  # paused with them, and no part of the load
             self._num_looks += len(self._engines)
             self._num_idle += sum(not engine.get("running") for engine in self._engines.values())
             if was_updating or self.is_updating():  # a paused engine says nothing about its load
                 self.stuck.forget()
             else:
                 self._steer()
-                self._restart_stuck(Role.INFERENCE, self.stuck, self._engines)
+                self._restart_stuck(self.fleet.policy(), self.stuck, self._engines | prefill)
             for role, clock in self.frozen.items():  # never paused
-                self._restart_stuck(role, clock, await self.fleet.metrics(role))
+                self._restart_stuck(self.fleet.members(role), clock, await self.fleet.metrics(role))
             await asyncio.sleep(LOOK_S)
 
     def take_metrics(self) -> dict[str, float]:
@@ -107,6 +108,9 @@ class EngineWatch:
             "inference/kv_usage/mean": load.kv_usage,
             "inference/kv_usage/max": max(engine.get("kv_usage", 0.0) for engine in engines),
         }
+        for name in ("prefill_other", "prefill_self"):
+            if any(name in engine for engine in engines):
+                metrics[f"inference/{name}"] = sum(engine.get(name, 0.0) for engine in engines)
         total = sum(engine.get("generation_tokens", 0.0) for engine in engines)
         now, before = time.monotonic(), self._generated
         self._generated = (now, total)
@@ -115,9 +119,11 @@ class EngineWatch:
         return metrics
 
     def _restart_stuck(
-        self, role: Role, clock: StuckClock, engines: Mapping[str, Mapping[str, float]]
+        self,
+        members: Mapping[str, Engine],
+        clock: StuckClock,
+        engines: Mapping[str, Mapping[str, float]],
     ) -> None:
-        members = self.fleet.members(role)
         for name in clock.look(time.monotonic(), engines):
             reason = f"it has requests and made no token for {clock.limit_s:.0f} s"
             logger.warning("%s is stuck: %s", name, reason)

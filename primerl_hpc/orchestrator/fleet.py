@@ -12,7 +12,7 @@
     await fleet.close()
 
 Admin calls go to the engines themselves, never through the router. The list of engines is what
-``control/endpoints/inference-*.json`` says at the moment of the call, so an engine that died is gone from it and one
+``control/endpoints/inference-*.json`` and ``prefill-*.json`` say at the moment of the call, so an engine that died is gone from it and one
 that was restarted is a new member (same name, higher incarnation) which `reconcile` brings to the current version.
 An engine that cannot be updated is not trusted: its name goes to ``control/restart_requests/<process>.json`` for the
 supervisor, and the router's keeper leaves it out while that request stands. A folder that every engine refuses is the
@@ -37,7 +37,7 @@ from primerl_hpc.transport.weights import Announcement, Source, to_body
 
 logger = logging.getLogger(__name__)
 
-# vLLM's metric → ours; summed over an engine's data-parallel ranks, except shares, of which the largest counts
+# an engine's metric, of one label or of all → ours; summed over an engine's data-parallel ranks, except shares, of which the largest counts
 _METRICS = {
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_requests_running": "running",
@@ -45,6 +45,8 @@ _METRICS = {
     "vllm:generation_tokens_total": "generation_tokens",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:num_preemptions_total": "preemptions",
+    'primerl_prefill_total{by="other"}': "prefill_other",
+    'primerl_prefill_total{by="self"}': "prefill_self",
 }
 _SHARES = frozenset({"kv_usage"})
 
@@ -79,6 +81,11 @@ class UpdateReport:
     seconds: float = 0.0
 
     @property
+    def is_served(self) -> bool:
+        """At least one engine that answers requests serves the version; one that only prefills does not."""
+        return any(process.startswith(f"{Role.INFERENCE.value}-") for process in self.updated)
+
+    @property
     def is_complete(self) -> bool:
         """At least one engine serves the version and none is left behind."""
         return bool(self.updated) and not self.failed
@@ -108,8 +115,12 @@ class Fleet:
         self._lock = asyncio.Lock()  # two updates of one engine at a time would pause it twice
 
     # -- who is there -------------------------------------------------------------------------------------------
+    def policy(self) -> dict[str, Engine]:
+        """Published engines that have the policy's weights, those that only prefill too."""
+        return self.members(Role.INFERENCE) | self.members(Role.PREFILL)
+
     def members(self, role: Role = Role.INFERENCE) -> dict[str, Engine]:
-        """Published engines of the policy, or of another role, by process name, as the files say now."""
+        """Published engines of a role by process name, as the files say now."""
         return {
             name: Engine(name, end["url"], end["attempt"], end["incarnation"])
             for name, end in read_endpoints(self.run_dir, role.value).items()
@@ -134,7 +145,7 @@ class Fleet:
 
     async def versions(self) -> dict[str, int | None]:
         """Policy version that each member serves; None for one that does not answer."""
-        members = self.members()
+        members = self.policy()
         states = await asyncio.gather(*(self._state_or_none(engine) for engine in members.values()))
         return {name: state and state["version"] for name, state in zip(members, states, strict=True)}
 
@@ -145,7 +156,7 @@ class Fleet:
         Never raises for an engine's fault: those are in ``report.failed``. Requests in flight survive.
         """
         async with self._lock:
-            return await self._update(list(self.members().values()), source, version)
+            return await self._update(list(self.policy().values()), source, version)
 
     async def reconcile(self, source: Source, version: int) -> UpdateReport:
         """Bring those members to ``version`` that serve another one or were left paused; cheap when all is well.
@@ -153,7 +164,7 @@ class Fleet:
         Call it while waiting for the next version: a restarted engine joins here.
         """
         async with self._lock:
-            members = list(self.members().values())
+            members = list(self.policy().values())
             states = await asyncio.gather(*(self._state_or_none(engine) for engine in members))
             laggards, current = [], []
             for engine, state in zip(members, states, strict=True):
@@ -314,7 +325,8 @@ def parse_metrics(text: str) -> dict[str, float]:
     """Our metric names from Prometheus' text format; a metric that is not there is left out."""
     found: dict[str, float] = {}
     for line in text.splitlines():
-        name = _METRICS.get(line.split("{", 1)[0].split(" ", 1)[0])
+        key = line.rsplit(" ", 1)[0]
+        name = _METRICS.get(key) or _METRICS.get(key.split("{", 1)[0])
         if name is None:
             continue
         value = float(line.rsplit(" ", 1)[1])

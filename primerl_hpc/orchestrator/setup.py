@@ -135,9 +135,8 @@ async def wait_for_peers(
     Raises TimeoutWaitingError naming who is missing.
     """
     timeouts = phase.recipe.timeouts
-    num_engines = len(phase.of_role(Role.INFERENCE)) or min(
-        1, len(phase.elastic)
-    )  # one elastic engine will do
+    engines = (*phase.of_role(Role.INFERENCE), *phase.of_role(Role.PREFILL))
+    num_engines = len(engines) or min(1, len(phase.elastic))  # one elastic engine will do
     clients = [handle.client for each in handles.values() for handle in each]
     async with asyncio.TaskGroup() as group:
         if fleet is not None:

@@ -133,7 +133,7 @@ class WeightWatcher:
     async def _until_served(self, source: Source, version: int, report: UpdateReport) -> None:
         """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`."""
         deadline = time.monotonic() + self.engines_timeout_s
-        while not report.updated:
+        while not report.is_served:
             if time.monotonic() >= deadline:
                 faults = "; ".join(report.failed.values()) or "none is there"
                 raise RoleError(

@@ -21,7 +21,7 @@ def process_env(role: Role, recipe: Recipe, profile: Profile) -> dict[str, str]:
     values = dict(_QUIET)
     if profile.offline:
         values.update(_OFFLINE)
-    if role in (Role.INFERENCE, Role.TEACHER, Role.JUDGE):
+    if role in (Role.INFERENCE, Role.PREFILL, Role.TEACHER, Role.JUDGE):
         values.update(engine_env(profile.accelerator))
     if role in (Role.TRAINER, Role.SFT) and profile.accelerator == "gpu":
         values["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

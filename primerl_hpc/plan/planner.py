@@ -144,13 +144,13 @@ class _Processes:
         engines = self._engines(Role.INFERENCE, self.layout.replicas)
         ready_s = self.recipe.timeouts.inference_ready_s
         router = self._process(Role.ROUTER, 0, head, "inference/router.log", ready_s)
+        beside = [each for role, places in self.layout.beside.items() for each in self._engines(role, places)]
         if self.recipe.kind == Kind.INFERENCE:
-            return (*engines, router)
-        frozen = [each for role, places in self.layout.frozen.items() for each in self._engines(role, places)]
+            return (*engines, router, *beside)
         if self.recipe.kind == Kind.EVAL:
-            return (*engines, router, *frozen, *servers, evaluator)
+            return (*engines, router, *beside, *servers, evaluator)
         orchestrator = self._process(Role.ORCHESTRATOR, 0, head, "orchestrator.log")
-        return (*engines, router, *frozen, *servers, orchestrator, self.trainer())
+        return (*engines, router, *beside, *servers, orchestrator, self.trainer())
 
     def trainer(self) -> ProcessPlan:
         assert self.layout.trainer is not None

@@ -1,7 +1,7 @@
 """Who gets which accelerators: nodes first, then GPUs (or CPU slots) inside a shared node.
 
-Order inside the allocation: inference nodes, then trainer nodes, then the teacher's, then the judge's. A run that fits into one node
-shares it; nothing is ever given twice.
+Order inside the allocation: inference nodes, then trainer nodes, then those of engines beside: prefill, teacher, judge. A run that
+fits into one node shares it; nothing is ever given twice.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Split:
     notes: tuple[str, ...]
     elastic: tuple[Placement, ...] = ()  # one per engine that has a job of its own
     cpu_node: int | None = None  # node of the CPU partition, counted after all others
-    frozen: dict[Role, tuple[Placement, ...]] = field(
+    beside: dict[Role, tuple[Placement, ...]] = field(
         default_factory=dict
-    )  # one per engine of a teacher, a judge
+    )  # one per engine that prefills, of a teacher, of a judge
 
 
 def split(recipe: Recipe, profile: Profile) -> Split:
@@ -46,8 +46,8 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     needs_trainer = recipe.kind in (Kind.RL, Kind.SFT)
     if needs_inference:
         _check_replica(layout, profile, "layout.inference")
-    for role, model in recipe.served_models.items():
-        _check_replica(model.layout, profile, f"{role.value}.layout")
+    for role, each in recipe.engines_beside.items():
+        _check_replica(each, profile, _key(role))
     notes: list[str] = []
     elastic = _elastic(recipe, profile, notes) if layout.elastic else ()
     if _shares_one_node(recipe, profile, needs_inference, needs_trainer):
@@ -59,7 +59,7 @@ def split(recipe: Recipe, profile: Profile) -> Split:
         raise ConfigError(
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
             mend="lower layout.inference.nodes or layout.trainer.nodes"
-            + "".join(f" or {role.value}.layout.replicas" for role in result.frozen),
+            + "".join(f" or {_key(role)}.replicas" for role in result.beside),
         )
     result = replace(result, elastic=elastic)
     if recipe.layout.orchestrator.place != "cpu-partition" or recipe.kind == Kind.SFT:
@@ -67,6 +67,10 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     cpu_node = result.num_nodes
     notes.append(f"layout.orchestrator.place: node {cpu_node} is of the CPU partition")
     return replace(result, num_nodes=cpu_node + 1, head=cpu_node, cpu_node=cpu_node, notes=tuple(notes))
+
+
+def _key(role: Role) -> str:
+    return "layout.inference.prefill" if role == Role.PREFILL else f"{role.value}.layout"
 
 
 def _elastic(recipe: Recipe, profile: Profile, notes: list[str]) -> tuple[Placement, ...]:
@@ -132,23 +136,22 @@ def _shares_one_node(recipe: Recipe, profile: Profile, needs_inference: bool, ne
     asked = (
         ranks
         + replicas * layout.inference.accelerators_per_replica
-        + sum(_frozen_accelerators(recipe).values())
+        + sum(_accelerators_beside(recipe).values())
     )
     return asked <= profile.accelerators_per_node
 
 
-def _frozen_accelerators(recipe: Recipe) -> dict[Role, int]:
+def _accelerators_beside(recipe: Recipe) -> dict[Role, int]:
     return {
-        role: model.layout.replicas * model.layout.accelerators_per_replica
-        for role, model in recipe.served_models.items()
+        role: each.replicas * each.accelerators_per_replica for role, each in recipe.engines_beside.items()
     }
 
 
 def _split_one_node(
     recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool, notes: list[str]
 ) -> Split:
-    frozen = _frozen_accelerators(recipe)
-    total = profile.accelerators_per_node - sum(frozen.values())
+    beside = _accelerators_beside(recipe)
+    total = profile.accelerators_per_node - sum(beside.values())
     per_replica = recipe.layout.inference.accelerators_per_replica
     ranks = recipe.layout.trainer.ranks if needs_trainer else 0
     replicas = recipe.layout.inference.replicas if needs_inference else 0
@@ -164,9 +167,9 @@ def _split_one_node(
     asked = ranks + replicas * per_replica
     if asked > total:
         parts = f"{replicas} engines × {per_replica} + {ranks} trainer ranks"
-        parts += "".join(f" + {count} of the {role.value}" for role, count in frozen.items())
+        parts += "".join(f" + {count} for {role.value}" for role, count in beside.items())
         raise ConfigError(
-            f"the recipe asks for {asked + sum(frozen.values())} accelerators ({parts}), "
+            f"the recipe asks for {asked + sum(beside.values())} accelerators ({parts}), "
             f"the one node of profile '{profile.name}' has {profile.accelerators_per_node}",
             mend="lower layout.inference.replicas or layout.trainer.ranks, or raise node.cpu_slots of the profile"
             if profile.accelerator == "cpu"
@@ -175,10 +178,10 @@ def _split_one_node(
     engines = _in_one_node(replicas, per_replica, first=0)
     trainer = _in_one_node(1, ranks, first=replicas * per_replica)[0] if ranks else None
     placed: dict[Role, tuple[Placement, ...]] = {}
-    for role, model in recipe.served_models.items():
-        placed[role] = _in_one_node(model.layout.replicas, model.layout.accelerators_per_replica, first=asked)
-        asked += frozen[role]
-    return Split(1, engines, trainer, head=0, notes=tuple(notes), frozen=placed)
+    for role, each in recipe.engines_beside.items():
+        placed[role] = _in_one_node(each.replicas, each.accelerators_per_replica, first=asked)
+        asked += beside[role]
+    return Split(1, engines, trainer, head=0, notes=tuple(notes), beside=placed)
 
 
 def _in_one_node(count: int, size: int, first: int) -> tuple[Placement, ...]:
@@ -191,8 +194,8 @@ def _split_nodes(
 ) -> Split:
     per_node = profile.accelerators_per_node
     trainer_nodes = _trainer_nodes(recipe, profile, notes) if needs_trainer else 0
-    frozen_nodes = _frozen_nodes(recipe, per_node, notes)
-    others = trainer_nodes + sum(frozen_nodes.values())
+    nodes_beside = _nodes_beside(recipe, per_node, notes)
+    others = trainer_nodes + sum(nodes_beside.values())
     inference_nodes, replicas = (
         _inference_nodes(recipe, profile, others, notes) if needs_inference else (0, 0)
     )
@@ -211,19 +214,18 @@ def _split_nodes(
         trainer = Placement(nodes, tuple(range(per_trainer_node)))
     head = inference_nodes if recipe.layout.orchestrator.place == "trainer" and trainer_nodes else 0
     num_nodes = inference_nodes + trainer_nodes
-    frozen: dict[Role, tuple[Placement, ...]] = {}
-    for role, model in recipe.served_models.items():
-        nodes = range(num_nodes, num_nodes + frozen_nodes[role])
-        size, num_nodes = model.layout.accelerators_per_replica, nodes.stop
-        frozen[role] = _place_replicas(model.layout.replicas, size, nodes, per_node)
-    return Split(num_nodes, engines, trainer, head, tuple(notes), frozen=frozen)
+    beside: dict[Role, tuple[Placement, ...]] = {}
+    for role, each in recipe.engines_beside.items():
+        nodes = range(num_nodes, num_nodes + nodes_beside[role])
+        size, num_nodes = each.accelerators_per_replica, nodes.stop
+        beside[role] = _place_replicas(each.replicas, size, nodes, per_node)
+    return Split(num_nodes, engines, trainer, head, tuple(notes), beside=beside)
 
 
-def _frozen_nodes(recipe: Recipe, per_node: int, notes: list[str]) -> dict[Role, int]:
-    """Nodes of their own for teacher and judge, as few as their engines need."""
+def _nodes_beside(recipe: Recipe, per_node: int, notes: list[str]) -> dict[Role, int]:
+    """Nodes of their own for prefill, teacher and judge, as few as their engines need."""
     nodes: dict[Role, int] = {}
-    for role, model in recipe.served_models.items():
-        layout = model.layout
+    for role, layout in recipe.engines_beside.items():
         size = layout.accelerators_per_replica
         span, together = max(1, size // per_node), max(1, per_node // size)
         nodes[role] = -(-layout.replicas // together) * span
@@ -241,14 +243,14 @@ def _trainer_nodes(recipe: Recipe, profile: Profile, notes: list[str]) -> int:
 
 
 def _inference_nodes(recipe: Recipe, profile: Profile, other_nodes: int, notes: list[str]) -> tuple[int, int]:
-    """(nodes, replicas); ``other_nodes``: those of trainer, teacher and judge."""
+    """(nodes, replicas); ``other_nodes``: those of the trainer and of engines beside."""
     layout = recipe.layout.inference
     per_node, size = profile.accelerators_per_node, layout.accelerators_per_replica
     span, together = max(1, size // per_node), max(1, per_node // size)  # `together` engines on `span` nodes
     if layout.nodes == "auto":
         if layout.replicas == "auto":
             nodes = max(span, (profile.work_nodes - other_nodes) // span * span)
-            roles = [role.value for role in recipe.served_models]
+            roles = [role.value for role in recipe.engines_beside]
             others = " and ".join(["trainer", *roles]) if roles else "the trainer"
             notes.append(f"layout.inference.nodes: {nodes}, all that {others}'s {other_nodes} leave")
         else:

@@ -83,6 +83,10 @@ class PhasePlan(Block):
         context = self.recipe.layout.trainer.context_parallel
         return world if context == "auto" else world // context  # a plan has a number there
 
+    def for_prefill(self) -> PhasePlan:
+        """The phase as the engines that prefill see it: their shape is their own."""
+        return self.model_copy(update={"recipe": self.recipe.for_prefill()})
+
     def for_frozen(self, role: Role) -> PhasePlan:
         """The phase as the engines of a teacher or judge see it: its model is theirs."""
         recipe = self.recipe.for_frozen(role)

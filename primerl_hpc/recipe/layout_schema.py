@@ -24,11 +24,20 @@ class EngineLayout(Block):
         return self.tensor_parallel * self.data_parallel
 
 
+class PrefillLayout(EngineLayout):
+    """Engines of the policy that read prompts for the others, which pull their KV cache (vLLM's NIXL connector)."""
+
+    replicas: PositiveInt = 1
+    """Prefill engines; a session stays with one of them."""
+
+
 class InferenceLayout(EngineLayout):
     nodes: Auto | PositiveInt = "auto"
     """Nodes for engines; ``auto``: what the other roles leave, or a share of a single node."""
     replicas: Auto | PositiveInt = "auto"
     """Independent engines behind the router; ``auto``: as many as fit."""
+    prefill: PrefillLayout | None = None
+    """More engines that read the prompts, while the replicas decode; null: each engine does both. Needs the package nixl (extra ``prefill``)."""
     elastic: Bool = False
     """Engines in a job array of their own, which join and leave a running trainer job; needs ``replicas``."""
     partition: str | None = None
@@ -40,6 +49,21 @@ class InferenceLayout(EngineLayout):
             raise ValueError("partition is for elastic engines; set elastic: true")
         if self.elastic and (self.replicas == "auto" or self.nodes != "auto"):
             raise ValueError("elastic engines need replicas, a number, and nodes: auto")
+        return self
+
+    @model_validator(mode="after")
+    def _prefilled_blocks_fit(self) -> Self:
+        if self.prefill is None:
+            return self
+        if self.elastic:
+            raise ValueError(
+                "prefill engines are part of the run's job, and so must be those that decode: elastic: false"
+            )
+        low, high = sorted((self.tensor_parallel, self.prefill.tensor_parallel))
+        if high % low:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} and prefill.tensor_parallel {self.prefill.tensor_parallel}: one must divide the other"
+            )
         return self
 
 

@@ -22,7 +22,7 @@ from primerl_hpc.common.names import Kind, Role, is_valid_name
 from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.algorithm_schema import GRPO, NEED_TEACHER, SCORED, Algorithm
 from primerl_hpc.recipe.evaluation_schema import Evaluation
-from primerl_hpc.recipe.layout_schema import InferenceLayout, Layout
+from primerl_hpc.recipe.layout_schema import FrozenLayout, InferenceLayout, Layout, PrefillLayout
 from primerl_hpc.recipe.model_schema import FrozenModel, Inference, Judge, Model, Teacher
 from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment, Rollouts
 from primerl_hpc.recipe.run_schema import Recovery, Timeouts, Tracking
@@ -246,6 +246,40 @@ class Recipe(Block):
             if model is not None and model.base_url is None and self.kind in kinds[role]
         }
 
+    @model_validator(mode="after")
+    def _prefill_fits(self) -> Self:
+        layout = self.layout.inference
+        if layout.prefill is None:
+            return self
+        if self.is_external:
+            raise ValueError("layout.inference.prefill: a run of evaluation.external starts no engines")
+        if self.lora is not None:
+            raise ValueError("layout.inference.prefill is for whole models: leave out prefill or lora")
+        if self.replays_routers:
+            raise ValueError(
+                "trainer.router_replay needs every token's experts of one engine, and those of prompts stay with "
+                "the engine that layout.inference.prefill reads them in: leave out one of the two"
+            )
+        for key in ("kv_offload_gib", "recompute_kv_on_update"):
+            if getattr(self.inference, key):
+                raise ValueError(
+                    f"layout.inference.prefill hands KV blocks from engine to engine, which excludes inference.{key}"
+                )
+        sizes = {layout.accelerators_per_replica, layout.prefill.accelerators_per_replica}
+        if self.weights.transport == "broadcast" and len(sizes) > 1:
+            raise ValueError(
+                "weights.transport broadcast seats engines of one size: give layout.inference.prefill as many "
+                "accelerators as the engines that decode, or choose another transport"
+            )
+        return self
+
+    @property
+    def engines_beside(self) -> dict[Role, PrefillLayout | FrozenLayout]:
+        """Engines that the run starts beside the policy's behind the router, by their role, in the order of their nodes."""
+        frozen = {role: model.layout for role, model in self.served_models.items()}
+        prefill = self.layout.inference.prefill
+        return frozen if prefill is None or self.kind == Kind.SFT else {Role.PREFILL: prefill, **frozen}
+
     @property
     def env_server_ready_s(self) -> int:
         """An environment server waits for the judge first."""
@@ -297,6 +331,13 @@ class Recipe(Block):
         """Whether the model that is evaluated is served by somebody else."""
         return self.evaluation is not None and self.evaluation.external is not None
 
+    def for_prefill(self) -> Recipe:
+        """What the engines that prefill serve: the policy, in a shape of their own."""
+        layout = self.layout.inference
+        assert layout.prefill is not None
+        shape = layout.prefill.model_dump(exclude={"replicas"})
+        return self.model_copy(update={"layout": Layout(inference=layout.model_copy(update=shape))})
+
     def for_frozen(self, role: Role) -> Recipe:
         """What the engines of a teacher or judge serve, in the place of the policy."""
         frozen = self.served_models[role]
@@ -328,7 +369,9 @@ class Recipe(Block):
         ``model_path``: hub id or folder that is version 0, and that engines start with. The model stays the tokenizer:
         renderers are found by its name. Of a recipe with adapters it evaluates these. Nothing is sent to a tracker: that has to be asked for again.
         """
-        inference = self.layout.inference.model_copy(update={"elastic": False, "partition": None})
+        inference = self.layout.inference.model_copy(
+            update={"elastic": False, "partition": None, "prefill": None}
+        )
         if replicas is not None:
             inference = inference.model_copy(update={"replicas": replicas, "nodes": "auto"})
         tokenizer = self.model.tokenizer or (self.model.name if self.model.name != model_path else None)

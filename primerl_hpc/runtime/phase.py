@@ -86,7 +86,7 @@ class PhaseRun:
         self.stop_deadline: float | None = None
         self.walltime = WalltimeWatch(supervisor, phase)
         self.stall = StallClock(phase.recipe.timeouts.stall_s, time.monotonic())
-        asked = (Role.INFERENCE, Role.ROUTER, Role.TEACHER, Role.JUDGE)
+        asked = (Role.INFERENCE, Role.PREFILL, Role.ROUTER, Role.TEACHER, Role.JUDGE)
         servers = [each.name for each in phase.processes if each.role in asked]
         self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
         self.next_look = 0.0

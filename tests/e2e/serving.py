@@ -60,12 +60,14 @@ def judge_of(model: Path) -> dict[str, Any]:
 
 
 class Serving:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *roles: Role, layout: dict[str, Any] | None = None) -> None:
+        """``roles``: default engine, router and two environment servers; ``layout``: of inference."""
         self.model = make_tiny_model(folder / "tiny", rows=1) / "model"
         self.run = RunDir(folder / "run")
-        roles = (Role.INFERENCE, Role.ROUTER, Role.ENV_SERVER)
-        processes = [*(process_plan(role) for role in roles), process_plan(Role.ENV_SERVER, 1)]
-        self.recipe = make_plan(self.run.root, make_recipe(self.model), processes=processes).phases[0].recipe
+        roles = roles or (Role.INFERENCE, Role.ROUTER, Role.ENV_SERVER, Role.ENV_SERVER)
+        processes = [process_plan(role, roles[:place].count(role)) for place, role in enumerate(roles)]
+        recipe = make_recipe(self.model) | {"layout": {"inference": layout or {}}}
+        self.recipe = make_plan(self.run.root, recipe, processes=processes).phases[0].recipe
         self.headers = {"Authorization": f"Bearer {ensure_api_key(self.run)}"}
         self.processes: dict[str, subprocess.Popen] = {}
         self.incarnations: dict[str, int] = {}
@@ -77,7 +79,7 @@ class Serving:
         for name in names:
             self.incarnations[name] = self.incarnations.get(name, -1) + 1
             more = {env.INCARNATION: str(self.incarnations[name])}
-            more |= engine_env("cpu") if name.startswith("inference") else {}
+            more |= engine_env("cpu") if name.startswith(("inference", "prefill")) else {}
             more |= {"HOME": str(self.home)} if name.startswith("env_server") else {}
             self.processes[name] = start_role(self.run, "main", name, **more)
         for name in names:
@@ -116,6 +118,9 @@ class Serving:
         return httpx.post(
             f"{self.url(name)}{route}", json=body, headers=self.headers, timeout=120, trust_env=False
         )
+
+    def get(self, name: str, route: str) -> Any:
+        return httpx.get(f"{self.url(name)}{route}", headers=self.headers, timeout=60, trust_env=False).json()
 
     def generate(self, prompt: list[int], max_tokens: int = 16, *, name: str = "router-0") -> dict[str, Any]:
         """Sampled tokens and their log-probabilities, by the token-in token-out route."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,57 @@ def test_adapters_on_a_mixture_of_experts_are_refused_on_cpus(
         check_adapters(asked, str(tmp_path), accelerator)
 
 
+def test_engines_that_prefill_and_those_that_decode_share_blocks_over_nixl() -> None:
+    layout = {"inference": {"tensor_parallel": 2, "prefill": {"tensor_parallel": 4}}}
+    asked = recipe(layout=layout, timeouts={"weight_update_s": 100})
+    decodes = flags(engine_args(asked, model_path="m", accelerator="gpu"))
+    reads = flags(engine_args(asked.for_prefill(), model_path="m", accelerator="gpu", is_prefill=True))
+    assert (decodes["tensor-parallel-size"], reads["tensor-parallel-size"]) == ("2", "4")
+    configs = [json.loads(str(each["kv-transfer-config"])) for each in (decodes, reads)]
+    assert [each.pop("kv_role") for each in configs] == ["kv_consumer", "kv_producer"]
+    assert configs[0] == configs[1]
+    assert configs[0]["kv_load_failure_policy"] == "recompute"
+    assert configs[0]["kv_connector_extra_config"] == {"kv_lease_duration": 130}  # blocks outlive an update
+    assert "kv-transfer-config" not in flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
+
+
+def test_an_engine_without_nixl_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from primerl_hpc.inference import server, vllm_compat
+    from tests.support import make_plan
+
+    monkeypatch.setattr(vllm_compat, "has_nixl", lambda: False)
+    asked = recipe(layout={"inference": {"prefill": {}}})
+    with pytest.raises(ConfigError, match="needs the package nixl"):
+        server.open_side_channel(make_plan(Path("/r"), asked, processes=[]), asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layout": {"inference": {"prefill": {}, "elastic": True, "replicas": 2}}}, "elastic: false"),
+        (
+            {"layout": {"inference": {"prefill": {"tensor_parallel": 3}, "tensor_parallel": 2}}},
+            "divide the other",
+        ),
+        ({"inference": {"kv_offload_gib": 4}}, "excludes inference.kv_offload_gib"),
+        ({"inference": {"recompute_kv_on_update": True}}, "excludes inference.recompute_kv_on_update"),
+        ({"lora": {"rank": 8}}, "for whole models"),
+        ({"trainer": {"router_replay": True}}, "stay with the engine"),
+        (
+            {
+                "weights": {"transport": "broadcast"},
+                "layout": {"inference": {"prefill": {"tensor_parallel": 2}}},
+            },
+            "engines of one size",
+        ),
+    ],
+)
+def test_what_prefill_cannot_go_with_is_refused(changes: dict[str, Any], says: str) -> None:
+    training = {"kind": "rl", "max_steps": 1, "environments": {"train": [{"id": "reverse-text"}]}}
+    with pytest.raises(ValueError, match=says):
+        recipe(**training | {"layout": {"inference": {"prefill": {}}}} | changes)
+
+
 def test_extra_arguments_pass_through_and_win() -> None:
     extra = {"max-num-seqs": 64, "enable_prefix_caching": False, "--quantization": "fp8"}
     found = flags(engine_args(recipe(inference={"extra_args": extra}), model_path="m", accelerator="gpu"))
@@ -141,7 +193,16 @@ def test_extra_arguments_pass_through_and_win() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["port", "--api-key", "served_model_name", "worker-extension-cls", "middleware", "enable_lora"]
+    "name",
+    [
+        "port",
+        "--api-key",
+        "served_model_name",
+        "worker-extension-cls",
+        "middleware",
+        "enable_lora",
+        "kv_transfer_config",
+    ],
 )
 def test_extra_arguments_may_not_touch_what_the_run_decides(name: str) -> None:
     with pytest.raises(ConfigError, match="may not set"):

@@ -122,6 +122,24 @@ def test_an_update_pauses_loads_and_resumes_every_engine(tmp_path: Path) -> None
     asyncio.run(check())
 
 
+def test_an_engine_that_prefills_is_updated_with_the_others_and_is_no_part_of_their_load(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "prefill-0") as (run, fleet, engines):
+            for engine in engines:
+                engine.metrics = "vllm:num_requests_running 2\n"
+            report = await fleet.update("/w/step_3", 3)
+            assert report.updated == ("inference-0", "prefill-0") and report.is_served
+            assert await fleet.versions() == {"inference-0": 3, "prefill-0": 3}
+            assert await fleet.metrics() == {"inference-0": {"running": 2.0}}
+            run.endpoint("inference-0").unlink()
+            report = await fleet.reconcile("/w/step_4", 4)
+            assert report.updated == ("prefill-0",) and not report.is_served  # nobody would answer a request
+
+    asyncio.run(check())
+
+
 def test_a_folder_that_all_refuse_restarts_nobody_and_leaves_nobody_paused(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, "inference-0", "inference-1") as (run, fleet, engines):
@@ -272,5 +290,12 @@ def test_metrics_are_summed_over_ranks_and_shares_are_not() -> None:
         'vllm:num_requests_running{engine="1",model_name="m"} 4.0\n'
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:kv_cache_usage_perc{engine="1"} 0.5\n'
         "vllm:generation_tokens_total 1e3\nvllm:generation_tokens_created 1.7e9\n"
+        'primerl_prefill_total{by="other"} 5.0\nprimerl_prefill_total{by="self"} 2.0\n'
     )
-    assert parse_metrics(text) == {"running": 7.0, "kv_usage": 0.5, "generation_tokens": 1000.0}
+    assert parse_metrics(text) == {
+        "running": 7.0,
+        "kv_usage": 0.5,
+        "generation_tokens": 1000.0,
+        "prefill_other": 5.0,
+        "prefill_self": 2.0,
+    }

@@ -36,6 +36,13 @@ LAYOUTS = {
     "engine-over-nodes": ("h100x64", ["layout.inference={tensor_parallel: 16}", RANKS]),
     "sft": ("h100x64", ["kind=sft", "layout.trainer.nodes=2", RANKS, SFT]),
     "inference": ("h100x64", ["kind=inference", "layout.inference={replicas: 4, tensor_parallel: 2}"]),
+    "prefill": (
+        "h100x64",
+        [
+            "kind=inference",
+            "layout.inference={nodes: 1, replicas: auto, tensor_parallel: 2, prefill: {replicas: 2, tensor_parallel: 4}}",
+        ],
+    ),
     "eval": ("h100x64", ["kind=eval", "layout.inference={replicas: 8}", EVAL]),
     "cpu-partition": ("virtual", ["layout.orchestrator.place=cpu-partition"]),
     "teacher": (

@@ -159,6 +159,33 @@ def test_a_teacher_shares_the_only_node_and_one_at_an_address_takes_nothing() ->
     assert not plan(remote, local).phase("main").of_role(Role.TEACHER)
 
 
+def test_engines_that_prefill_have_a_shape_and_nodes_of_their_own() -> None:
+    prefill = "layout.inference={replicas: 8, prefill: {replicas: 3, tensor_parallel: 4}}"
+    recipe = tiny(prefill, "layout.trainer.ranks=auto", "judge.model.name=j")
+    main = plan(recipe, gpu_profile(nodes=5)).phase("main")
+    read = main.of_role(Role.PREFILL)
+    assert [(each.nodes, each.accelerators) for each in read] == [
+        ((2,), (0, 1, 2, 3)),
+        ((3,), (0, 1, 2, 3)),
+        ((2,), (4, 5, 6, 7)),
+    ]
+    assert main.process("judge-0").nodes == (4,)
+    assert [(each.on_exit, each.log, each.ready_timeout_s) for each in read] == [
+        ("restart", f"prefill/{index}.log", 1800) for index in (0, 1, 2)
+    ]
+    assert main.for_prefill().recipe.layout.inference.tensor_parallel == 4
+    assert main.for_prefill().model_path == main.model_path
+    assert main.recipe.layout.inference.tensor_parallel == 1
+    assert not main.for_frozen(Role.JUDGE).recipe.layout.inference.prefill
+    local = plan(tiny("layout.inference.prefill={}"), load_profile("local").profile).phase("main")
+    assert {each.name: each.accelerators for each in local.processes if each.accelerators} == {
+        "inference-0": (0,),
+        "trainer-0": (1, 2),
+        "prefill-0": (3,),
+    }
+    assert local.process("prefill-0").env == local.process("inference-0").env
+
+
 def test_a_teacher_runs_in_the_software_of_inference_unless_it_has_its_own() -> None:
     recipe = tiny("algorithm.type=opd", "teacher.model.name=org/big")
     roles = {"inference": {"python": "/vllm/python", "env": {"A": "1"}}}
@@ -217,7 +244,7 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
         (
             ["layout.trainer.ranks=3", "algorithm.type=opd", "teacher.model.name=t"],
             load_profile("local").profile,
-            ["5 accelerators", "3 trainer ranks + 1 of the teacher", "has 4"],
+            ["5 accelerators", "3 trainer ranks + 1 for teacher", "has 4"],
         ),
         (
             ["layout.trainer.nodes=2", "algorithm.type=opd", "teacher.model.name=t"],
@@ -232,10 +259,25 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
         (
             ["layout.trainer.ranks=3", "judge.model.name=j"],
             load_profile("local").profile,
-            ["5 accelerators", "3 trainer ranks + 1 of the judge", "has 4"],
+            ["5 accelerators", "3 trainer ranks + 1 for judge", "has 4"],
         ),
         (["inference.kv_offload_gib=4"], load_profile("local").profile, ["kv_offload_gib", "host memory"]),
         (["trainer.router_replay=true"], load_profile("local").profile, ["router_replay", "run on CPUs"]),
+        (
+            ["layout.inference.prefill={replicas: 2}"],
+            load_profile("local").profile,
+            ["5 accelerators", "2 for prefill", "has 4"],
+        ),
+        (
+            ["layout.trainer.nodes=2", "layout.inference.prefill={replicas: 9}"],
+            gpu_profile(4),
+            ["5 nodes", "has 4", "layout.inference.prefill.replicas"],
+        ),
+        (
+            ["layout.inference.prefill.tensor_parallel=16"],
+            gpu_profile(1),
+            ["16 accelerators", "lower layout.inference.prefill.tensor_parallel"],
+        ),
         (["layout.inference.tensor_parallel=16"], gpu_profile(1), ["16 accelerators", "has 8"]),
         (["layout.inference.tensor_parallel=12"], gpu_profile(4), ["12 accelerators", "multiple of 8"]),
         (

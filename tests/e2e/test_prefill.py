@@ -1,0 +1,146 @@
+"""Two real engines, one that reads prompts and one that decodes: blocks go over NIXL, and no request is lost with the first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primerl_hpc.common.files import wait_until
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import ensure_api_key
+from primerl_hpc.orchestrator.fleet import Fleet
+from tests.e2e.serving import Serving, hf_logprobs, save_variant
+
+pytest.importorskip(
+    "nixl", reason="the package nixl (extra prefill), which carries KV blocks, is not installed"
+)
+pytestmark = pytest.mark.e2e
+
+DECODES, PREFILLS = "inference-0", "prefill-0"
+PROMPT = [5 + 7 * place % 90 for place in range(300)]  # three blocks of the CPU engine, the last one begun
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("prefill")
+    system = Serving(folder, Role.INFERENCE, Role.PREFILL, Role.ROUTER, layout={"prefill": {}})
+    try:
+        system.start(DECODES, PREFILLS, "router-0")
+        system.wait_for_router()
+        yield system
+    finally:
+        system.stop()
+
+
+def prompt(first: int) -> list[int]:
+    """One that no cache has seen."""
+    return [first, *PROMPT[1:]]
+
+
+def metrics(serving: Serving, name: str = DECODES) -> str:
+    return httpx.get(f"{serving.url(name)}/metrics", trust_env=False).text
+
+
+def count(text: str, line: str) -> float:
+    found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def prefills(serving: Serving) -> tuple[float, float]:
+    """Prompts read by the other engine, and by the one that decodes."""
+    text = metrics(serving)
+    return count(text, 'primerl_prefill_total{by="other"}'), count(text, 'primerl_prefill_total{by="self"}')
+
+
+def pulled_tokens(serving: Serving) -> float:
+    lines = [line for line in metrics(serving).splitlines() if 'source="external_kv_transfer"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if "_total" in line)
+
+
+def is_empty(serving: Serving) -> bool:
+    """Whether the engine that prefills holds no blocks for anybody, as of a request of its own."""
+    serving.generate([7, 8], 1, name=PREFILLS)
+    usage = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics(serving, PREFILLS), re.MULTILINE)
+    return [float(each) for each in usage] == [0.0]
+
+
+def is_of(model: Path, asked: list[int], generated: dict) -> bool:
+    expected = hf_logprobs(model, asked, generated["token_ids"])
+    return generated["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_decoding_engine_pulls_the_prompt_and_samples_as_transformers_would(serving: Serving) -> None:
+    others, own = prefills(serving)
+    before = pulled_tokens(serving)
+    generated = serving.generate(PROMPT)
+    assert len(generated["token_ids"]) == 16 and is_of(serving.model, PROMPT, generated)
+    assert prefills(serving) == (others + 1, own)
+    assert pulled_tokens(serving) == before + len(PROMPT)
+    workers = serving.get("router-0", "/list_workers")["urls"]
+    assert workers == [serving.url(DECODES)]
+
+
+def test_chat_streams_and_text_prompts_are_handed_over_too(serving: Serving) -> None:
+    others, own = prefills(serving)
+    body = {
+        "model": serving.recipe.model.name,
+        "messages": [{"role": "user", "content": "abc" * 60}],
+        "max_tokens": 4,
+    }
+    whole = serving.post("router-0", "/v1/chat/completions", body | {"temperature": 0}).json()
+    assert whole["usage"]["completion_tokens"] == 4
+    stream = serving.post("router-0", "/v1/chat/completions", body | {"temperature": 0, "stream": True}).text
+    parts = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    said = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+    assert said == whole["choices"][0]["message"]["content"]
+    text = {"model": serving.recipe.model.name, "prompt": "cba" * 60, "max_tokens": 3}
+    assert serving.post("router-0", "/v1/completions", text).json()["usage"]["completion_tokens"] == 3
+    assert prefills(serving) == (others + 3, own)
+
+
+def test_an_update_reaches_both_and_what_is_pulled_afterwards_is_of_the_new_version(
+    serving: Serving, tmp_path: Path
+) -> None:
+    variant = save_variant(serving.model, tmp_path / "model", seed=7)
+
+    async def update(model: Path, version: int) -> dict[str, int | None]:
+        fleet = Fleet(serving.run, ensure_api_key(serving.run), backoff_s=0.05)
+        try:
+            report = await fleet.update(model, version)
+            assert report.is_complete and report.is_served, report
+            return await fleet.versions()
+        finally:
+            await fleet.close()
+
+    assert asyncio.run(update(variant, 3)) == {DECODES: 3, PREFILLS: 3}
+    others, own = prefills(serving)
+    generated = serving.generate(PROMPT)
+    assert is_of(variant, PROMPT, generated) and not is_of(serving.model, PROMPT, generated)
+    assert prefills(serving) == (others + 1, own)
+    serving.post(PREFILLS, "/update_weights", {"path": str(serving.model), "version": 0}).raise_for_status()
+    assert is_of(variant, prompt(9), serving.generate(prompt(9)))  # blocks of another version are not used
+    assert prefills(serving) == (others + 1, own + 1)
+    assert asyncio.run(update(serving.model, 0)) == {DECODES: 0, PREFILLS: 0}
+    wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=30)
+
+
+def test_a_killed_engine_that_prefilled_fails_no_request(serving: Serving) -> None:
+    others, own = prefills(serving)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [prompt(first) for first in range(10, 34)]
+        answers = [pool.submit(serving.generate, each, 8) for each in asked]
+        answers[2].result()
+        serving.kill(PREFILLS)
+        generated = [answer.result() for answer in answers]
+    assert all(len(each["token_ids"]) == 8 for each in generated)
+    assert is_of(serving.model, asked[0], generated[0]) and is_of(serving.model, asked[-1], generated[-1])
+    now = prefills(serving)
+    assert now[0] > others and now[1] > own and sum(now) == others + own + len(asked)
+    assert "are read here" in serving.log(DECODES)
