@@ -38,6 +38,8 @@ class InferenceLayout(EngineLayout):
     """Independent engines behind the router; ``auto``: as many as fit."""
     prefill: PrefillLayout | None = None
     """More engines that read the prompts, while the replicas decode; null: each engine does both. Needs the package nixl (extra ``prefill``)."""
+    routing: Literal["prefix", "session"] = "prefix"
+    """Which engine a request goes to. ``prefix``: the one that has most of its prompt in its cache, so a group's rollouts meet, unless that one has much more to do than another; ``session``: a hash of the rollout, whose turns then never change engine while it lives."""
     elastic: Bool = False
     """Engines in a job array of their own, which join and leave a running trainer job; needs ``replicas``."""
     partition: str | None = None

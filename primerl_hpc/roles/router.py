@@ -23,12 +23,14 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.listen import bind_listener, free_port, listen_host
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint, read_endpoints
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.start import RoleProcess, start_role
 
 POLL_S = 0.25
 _CALL_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 3.0
+_POLICIES = {"prefix": "cache_aware", "session": "consistent_hash"}  # vllm-router's names
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def serve(role: RoleProcess) -> None:
     host = listen_host(role.plan.num_hosts)
     with contextlib.closing(bind_listener(host, role.run.last_port(role.process))) as listener:
         port = listener.getsockname()[1]
-    child = subprocess.Popen(router_command(host, port, free_port(host)), stdin=subprocess.DEVNULL)
+    command = router_command(host, port, free_port(host), role.recipe)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         keeper = Keeper(role, f"http://{host}:{port}", child)
         keeper.wait_until_it_answers(stop)
@@ -85,12 +88,19 @@ def serve(role: RoleProcess) -> None:
         _end(child)
 
 
-def router_command(host: str, port: int, metrics_port: int) -> list[str]:
-    """Sessions (one per rollout, header X-Session-ID) stay on one engine, where their prefix is cached."""
+def router_command(host: str, port: int, metrics_port: int, recipe: Recipe) -> list[str]:
+    """With ``layout.inference.routing: prefix`` engines differ by about a group before prompts give way to load.
+
+    A group has no id that could travel: verifiers sends each rollout's own (X-Session-ID), and another header would
+    need a client of the group's own (70 ms, 0.8 MiB, never closed). So its rollouts meet by their prompt.
+    """
     options: dict[str, Any] = {
         "host": host,
         "port": port,
-        "policy": "consistent_hash",
+        "policy": _POLICIES[recipe.layout.inference.routing],
+        "balance-abs-threshold": recipe.rollouts.group_size,
+        "balance-rel-threshold": 1.1,
+        "max-tree-size": 1 << 24,  # characters of prompts that it remembers of an engine, 3 bytes each
         "prometheus-host": host,
         "prometheus-port": metrics_port,
         "health-check-interval-secs": 2,

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl_hpc.common.files import write_json
-from primerl_hpc.common.listen import bind_listener
+from primerl_hpc.common.files import wait_until, write_json
+from primerl_hpc.common.listen import bind_listener, free_port
 from primerl_hpc.common.rundir import RunDir, publish_endpoint
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.router import plan_membership, published_engines, router_command
+from tests.api import Request, serve
 
 urls = st.sets(st.sampled_from([f"http://h:{port}" for port in range(6)]))
 
@@ -49,10 +59,74 @@ def test_an_engine_whose_restart_was_asked_for_gets_no_requests(tmp_path: Path) 
     assert published_engines(run) == ["http://h:2"]
 
 
-def test_the_router_keeps_a_session_on_one_engine_and_knows_no_key() -> None:
-    command = router_command("127.0.0.1", 1234, 1235)
-    assert command[command.index("--policy") + 1] == "consistent_hash"
-    assert not any("key" in part for part in command)
+GROUPS, GROUP_SIZE, TURNS = 12, 4, 3
+
+
+class Engines:
+    """Two stand-ins behind a real router; they note who asked them, and answer the first rollouts of all groups together."""
+
+    def __init__(self, stack: contextlib.ExitStack, routing: str) -> None:
+        self.asked: list[set[str]] = [set(), set()]
+        self.all_have_begun = threading.Barrier(GROUPS)
+        urls = [stack.enter_context(serve(partial(self.answer, mine))) for mine in self.asked]
+        port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+        recipe = Recipe.model_validate(
+            {
+                "kind": "inference",
+                "name": "x",
+                "model": {"name": "m"},
+                "layout": {"inference": {"routing": routing}},
+                "rollouts": {"group_size": GROUPS, "batch_size": GROUPS},  # no load here is uneven enough
+            }
+        )
+        command = router_command("127.0.0.1", port, metrics_port, recipe)
+        assert not any("key" in part for part in command)
+        router = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        stack.callback(router.kill)
+        self.client = stack.enter_context(
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
+        )
+        wait_until(self.is_up, what="the router", timeout_s=60)
+        for url in urls:
+            self.client.post("/add_worker", params={"url": url}).raise_for_status()
+
+    def answer(self, mine: set[str], request: Request) -> tuple[int, object]:
+        rollout = request.headers.get("x-session-id")
+        if rollout is not None:
+            if rollout.endswith(".0") and rollout not in mine:
+                self.all_have_begun.wait(60)
+            mine.add(rollout)
+        return 200, {"data": [], "choices": []}
+
+    def is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/list_workers").is_success
+        return False
+
+    def play(self, rollout: str, prompt: list[int]) -> None:
+        tokens = list(prompt)
+        for turn in range(TURNS):
+            body = {"model": "m", "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
+            headers = {"X-Session-ID": rollout}
+            self.client.post("/inference/v1/generate", json=body, headers=headers).raise_for_status()
+            tokens += [turn] * 50
+
+
+@pytest.mark.parametrize("routing", ["prefix", "session"])
+def test_the_turns_of_a_rollout_meet_at_one_engine_and_by_prefix_the_rollouts_of_a_group_too(routing) -> None:
+    pick = random.Random(0)
+    prompts = [pick.choices(range(50_000), k=200) for _ in range(GROUPS)]
+    with contextlib.ExitStack() as stack:
+        engines = Engines(stack, routing)
+        pool = stack.enter_context(ThreadPoolExecutor(GROUPS))
+        for member in range(GROUP_SIZE):
+            rollouts = [f"{group}.{member}" for group in range(GROUPS)]
+            list(pool.map(engines.play, rollouts, prompts))
+    first, second = engines.asked
+    assert len(first | second) == GROUPS * GROUP_SIZE and not first & second
+    groups = [{rollout.split(".")[0] for rollout in asked} for asked in engines.asked]
+    assert bool(groups[0] & groups[1]) == (routing == "session")
+    assert min(map(len, groups)) >= GROUPS / 4
 
 
 def test_a_process_takes_its_old_port_again_and_another_where_it_is_taken(tmp_path: Path) -> None:
