@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from primerl_hpc.orchestrator.env_client import EnvServerClient
 
 if TYPE_CHECKING:
-    from verifiers.v1.configs.client import ClientConfig
     from verifiers.v1.episode import WireEpisode
-    from verifiers.v1.types import SamplingConfig
 
 
 class EnvServerPool:
@@ -28,19 +26,12 @@ class EnvServerPool:
         """Raises TimeoutWaitingError when one of them is not ready in time."""
         await asyncio.gather(*(client.wait_ready(timeout_s) for client in self.clients))
 
-    async def run(
-        self,
-        task_data: dict[str, Any],
-        client: ClientConfig,
-        model: str,
-        sampling: SamplingConfig,
-        timeout_s: float | None = None,
-    ) -> WireEpisode:
-        """As `EnvServerClient.run`, and raises what it raises."""
+    async def run(self, *rollout: Any, **more: Any) -> WireEpisode:
+        """As `EnvServerClient.run`: it takes what that takes, and raises what that raises."""
         server = min(self.clients, key=lambda each: (not each.is_up, self._running[each.process]))
         self._running[server.process] += 1
         try:
-            return await server.run(task_data, client, model, sampling, timeout_s)
+            return await server.run(*rollout, **more)
         finally:
             self._running[server.process] -= 1
 

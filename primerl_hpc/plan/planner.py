@@ -1,4 +1,4 @@
-"""The planner, as a list of passes: check → split → degrees → phases → processes → plan.
+"""The planner, as a list of passes: check → split → environment servers → degrees → phases → processes → plan.
 
     plan = compile_plan(recipe, profile, run_dir="/scratch/runs/x", python="/venv/bin/python")
 
@@ -17,6 +17,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.container import in_container
 from primerl_hpc.plan.degrees import settle_degrees
 from primerl_hpc.plan.env import process_env
+from primerl_hpc.plan.env_servers import settle_servers
 from primerl_hpc.plan.split import Placement, Split, split
 from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, PreflightPlan, ProcessPlan
 from primerl_hpc.recipe.schema import Recipe
@@ -39,7 +40,10 @@ def compile_plan(
     """
     _check(recipe, profile)
     layout = split(recipe.model_copy(update={"kind": Kind.SFT}) if only_trainer else recipe, profile)
-    notes = layout.notes
+    head = profile.node if layout.cpu_node is None else profile.cpu_partition
+    assert head is not None  # checked
+    recipe, reasons = settle_servers(recipe, head.cores)
+    notes = layout.notes + reasons
     if layout.trainer is not None:
         per_node = len(layout.trainer.accelerators)
         recipe, reasons = settle_degrees(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from primerl_hpc.common.block import (
+    Auto,
     Block,
     Bool,
     Fraction,
@@ -47,8 +48,8 @@ class Environment(Block):
     """Fields of the verifiers environment config beyond the taskset, e.g. ``{agent: {max_turns: 4}}``."""
     address: Annotated[str, Field(pattern=r"^(tcp|ipc)://.+")] | None = None
     """A verifiers environment server that you run yourself, e.g. ``tcp://host:5000``; default: the run starts its own. It must have the engines' key in its variable PRIMERL_ENGINE_API_KEY."""
-    servers: PositiveInt = 1
-    """Processes that serve it; episodes go to the one with the fewest. One is a core's worth: about a hundred short episodes a second."""
+    servers: Auto | PositiveInt = "auto"
+    """Processes that serve it; episodes go to the one with the fewest. One is a core's worth: about a hundred short episodes a second. ``auto``: one for every 256 rollouts in flight, on up to a quarter of their node's cores; none where the recipe gives an address."""
     max_concurrent: PositiveInt | None = None
     """Most episodes in flight in this environment."""
     tasks_per_minute: PositiveFloat | None = None
@@ -58,7 +59,7 @@ class Environment(Block):
 
     @model_validator(mode="after")
     def _an_address_is_one_server(self) -> Self:
-        if self.address is not None and self.servers != 1:
+        if self.address is not None and self.servers not in ("auto", 1):
             raise ValueError("servers are those that the run starts, and there is an address")
         return self
 
@@ -108,9 +109,16 @@ class Environments(Block):
 
     @property
     def by_server(self) -> list[tuple[str, Environment]]:
-        """(split, environment) of each environment server, in the order of their indices: train first, then eval."""
+        """(split, environment) of each environment server, in the order of their indices: train first, then eval.
+
+        Where ``servers`` is not settled yet, it counts as 1.
+        """
         every = [*(("train", each) for each in self.train), *(("eval", each) for each in self.eval)]
-        return [(split, each) for split, each in every for _ in range(each.servers)]
+        return [
+            (split, each)
+            for split, each in every
+            for _ in range(1 if each.servers == "auto" else each.servers)
+        ]
 
 
 class AdaptiveConcurrency(Block):

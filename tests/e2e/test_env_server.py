@@ -20,7 +20,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir, read_endpoint
+from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint
 from primerl_hpc.envs.config import environment_of
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
 from primerl_hpc.orchestrator.distillation import Distillation
@@ -219,6 +219,30 @@ def test_a_server_by_address_is_used_without_being_published(serving: Serving) -
             assert (await rollouts.run()).ok
         finally:
             await rollouts.client.close()
+
+    asyncio.run(check())
+
+
+def test_a_server_that_joins_its_pool_late_takes_its_share(serving: Serving) -> None:
+    async def check() -> None:
+        rollouts = Rollouts(serving)
+        late = EnvServerClient(serving.run, "env_server-9", rollouts.environment, poll_s=0.02)
+        rollouts.client = pool = EnvServerPool([late, rollouts.client])
+        all_ready = asyncio.create_task(pool.wait_ready(120))
+        try:
+            await pool.clients[1].wait_ready(120)
+            assert (await rollouts.run()).ok and not late.is_up
+            publish_endpoint(serving.run, "env_server-9", serving.url("env_server-0"))
+            await all_ready
+            started = await rollouts.stuck(rollouts.run(0), rollouts.run(1))
+            await late.close()
+            ended, _ = await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
+            assert [type(each.exception()) for each in ended] == [EnvServerDied]
+            rollouts.resume()
+            assert [(await each).ok for each in started if each not in ended] == [True]
+        finally:
+            serving.run.endpoint("env_server-9").unlink(missing_ok=True)
+            await pool.close()
 
     asyncio.run(check())
 

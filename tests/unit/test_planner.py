@@ -68,6 +68,31 @@ def test_a_server_by_address_is_not_started_and_the_others_keep_their_numbers() 
     ]
 
 
+@pytest.mark.parametrize(
+    ("cores", "more", "numbers"),
+    [
+        (96, (), [6, 1, 4, 3]),  # three quarters of 2048 rollouts, the rest; half of them each
+        (12, (), [2, 1, 1, 1]),  # a quarter of the cores, for training and for evaluation
+        (96, ("environments.train[0].servers=2",), [2, 1, 4, 3]),
+        (96, ("environments.train[0].max_concurrent=300",), [2, 1, 4, 3]),
+        (96, ("environments.train[0].address=tcp://h:1",), [1, 1, 4, 3]),
+        (96, ("rollouts.max_in_flight=256",), [1, 1, 1, 1]),
+    ],
+)
+def test_environments_get_as_many_servers_as_their_rollouts_need(cores, more, numbers) -> None:
+    train = "environments.train=[{id: a, ratio: 3}, {id: b, max_concurrent: 100}]"
+    evaluated = "environments.eval=[{id: c}, {id: d, max_concurrent: 600}]"
+    recipe = tiny(train, evaluated, "rollouts.max_in_flight=2048", "warmup=null", *more)
+    profile = Profile.model_validate({"name": "p", "nodes": 2, "node": {"gpus": 8, "cores": cores}})
+    made = plan(recipe, profile)
+    environments = made.phase("main").recipe.environments
+    assert [each.servers for each in (*environments.train, *environments.eval)] == numbers
+    has_address = environments.train[0].address is not None
+    assert len(made.phase("main").of_role(Role.ENV_SERVER)) == sum(numbers) - has_address
+    noted = [note for note in made.notes if "servers, each a core" in note]
+    assert len(noted) == sum(number > 1 for number in numbers) - ("environments.train[0].servers=2" in more)
+
+
 def test_a_run_with_node_counts_gets_nodes_of_its_own() -> None:
     recipe = tiny(
         "layout.inference={nodes: 2, replicas: auto, tensor_parallel: 4}",
