@@ -3,7 +3,8 @@
     report = check_environment(environment)                                        # loads it and its tasks
     report = check_environment(environment, url="http://…/v1", model="qwen3")      # and runs one task there
 
-The model is asked by chat completions, so any OpenAI-compatible server will do. Runs in this process, without a run.
+The model is asked by chat completions, so any OpenAI-compatible server will do; it is also the judge, where a reward
+asks one that names no server. Runs in this process, without a run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primerl_hpc.common.errors import DataError
+from primerl_hpc.envs.judges import appoint, client_of, homeless_judges
 from primerl_hpc.envs.tasks import load_tasks, resolve_environment
 from primerl_hpc.recipe.rollout_schema import Environment
 
@@ -28,6 +30,8 @@ class CheckReport:
     """There are more tasks than were looked at."""
     agents: list[str]
     first_task: str
+    needs_judge: bool
+    """A reward asks a judge that names no server: the recipe has to have a ``judge``."""
     rollout: dict[str, Any] | None = None
     """Of the first task: rewards and turns by agent, stop condition, messages; None when no server was given."""
     warnings: list[str] = field(default_factory=list)
@@ -46,13 +50,20 @@ def check_environment(
     from verifiers.v1.configs.agent import agent_config_fields
 
     tasks = load_tasks(environment, LOOK_AT_TASKS + 1)
+    config = resolve_environment(environment)
     report = CheckReport(
         environment.label,
         min(len(tasks), LOOK_AT_TASKS),
         len(tasks) > LOOK_AT_TASKS,
-        list(agent_config_fields(resolve_environment(environment))),
+        list(agent_config_fields(config)),
         tasks[0].key,
+        needs_judge=bool(homeless_judges(config)),
     )
+    if report.needs_judge:
+        report.warnings.append(
+            "a reward asks a judge: give the recipe one, judge: {model: {name: …}}"
+            + ("" if url is None else f" (here {model} judged itself)")
+        )
     if url is not None:
         report.rollout = asyncio.run(
             _one_rollout(environment, tasks[0].data, url, model, key_variable, max_tokens, timeout_s)
@@ -77,7 +88,9 @@ async def _one_rollout(
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.types import SamplingConfig
 
-    env = vf.load_environment(resolve_environment(environment))
+    config = resolve_environment(environment)
+    appoint(homeless_judges(config), client_of(url, model, key_variable))
+    env = vf.load_environment(config)
     task_type = type(env.taskset).task_type()
     task = task_type(task_type.data_type().model_validate(data), env.taskset.config.task)
     context = vf.ModelContext(

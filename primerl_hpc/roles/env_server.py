@@ -18,7 +18,7 @@ from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.listen import listen_host
 from primerl_hpc.common.rundir import ensure_api_key, publish_endpoint
 from primerl_hpc.envs.config import environment_of
-from primerl_hpc.envs.judges import appoint, homeless_judges, judge_client
+from primerl_hpc.envs.judges import appoint, follow, homeless_judges, judge_client
 from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.scratch import scratch_folder
@@ -42,15 +42,13 @@ def serve(role: RoleProcess) -> None:
         from primerl_hpc.envs.tasks import resolve_environment
 
         config = resolve_environment(environment)
-        if role.recipe.judge is not None and homeless_judges(config):
-            client = judge_client(
-                role.run,
-                role.recipe.judge,
-                index=role.index,
-                timeout_s=role.recipe.timeouts.inference_ready_s,
-            )
-            count = appoint(config, client)
-            role.logger.info("%d judges ask %s", count, client["base_url"])
+        judge, judges = role.recipe.judge, homeless_judges(config)
+        if judge is not None and judges:
+            timeout_s = role.recipe.timeouts.inference_ready_s
+            client = judge_client(role.run, judge, index=role.index, timeout_s=timeout_s)
+            appoint(judges, client)
+            follow(judges, role.run, judge, index=role.index)
+            role.logger.info("%d judges ask %s", len(judges), client["base_url"])
         if _renders_for(role.recipe):
             make_renderer(role.recipe.model, load_tokenizer(role.recipe.model))
         try:

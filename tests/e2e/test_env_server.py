@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ from primerl_hpc.orchestrator.env_client import (
     EnvServerDied,
     EnvServerError,
     external_client,
+    external_sampling_config,
     sampling_config,
     train_client,
 )
@@ -42,8 +44,9 @@ from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.model_schema import Teacher
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.roles.scratch import scratch_path
+from tests.api import chat_completion, serve
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
-from tests.support import make_plan, make_tiny_model, process_plan, run_role
+from tests.support import end_role, make_plan, make_tiny_model, process_plan, run_role, start_role
 
 pytestmark = pytest.mark.e2e
 
@@ -355,6 +358,42 @@ def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_
     assert serving.terminate("env_server-1") == ExitCode.DONE
     assert not scratch.exists()
     assert list(serving.home.iterdir()) == []
+
+
+def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> None:
+    model, run = (
+        make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model",
+        RunDir(tmp_path / "run"),
+    )
+    servers = [process_plan(Role.ENV_SERVER, index) for index in range(2)]
+    recipe = make_plan(run.root, make_recipe(model), processes=servers).phases[0].recipe
+    _, environment = environment_of(recipe, 1)
+    (task,) = load_tasks(environment, limit=1)
+
+    async def check(policy: str, successor: str) -> None:
+        client = EnvServerClient(run, "env_server-1", environment, poll_s=0.02)
+        how = external_client(External(base_url=f"{policy}/v1"))
+        sampling = external_sampling_config(recipe.rollouts.sampling)
+        try:
+            await client.wait_ready(240)
+            with pytest.raises(RolloutFailed, match="no yes/no verdict"):
+                episode = await client.run(task.data, how, "m", sampling, 120)
+                rollout_of(episode, temperature=1.0, need_tokens=False)
+            publish_endpoint(run, "judge-0", successor)
+            deadline = time.monotonic() + 60
+            while not (episode := await client.run(task.data, how, "m", sampling, 120)).ok:
+                assert time.monotonic() < deadline, "the judge that came back elsewhere is not asked"
+            assert episode.traces[0].rewards["reference"].value == 1
+        finally:
+            await client.close()
+
+    def says(word: str) -> str:
+        return stack.enter_context(serve(lambda _: (200, chat_completion({"content": word}))))
+
+    with contextlib.ExitStack() as stack:
+        publish_endpoint(run, "judge-0", says("perhaps"))
+        stack.callback(end_role, start_role(run, "main", "env_server-1"))
+        asyncio.run(check(says("a reply"), says("yes")))
 
 
 def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name(tmp_path: Path) -> None:

@@ -159,6 +159,18 @@ def test_env_check_runs_one_task_where_it_is_told():
     assert "similarity 1 after 2 turns" in done.output
 
 
+def test_env_check_says_that_the_recipe_needs_a_judge_and_has_the_model_judge_itself(tmp_path):
+    words = ("check", "reverse-text", "--arg", "task={judges: [{id: reference}]}")
+    assert "judge: {model" in run(*words).output
+    with scripted(lambda request: {"content": "yes"}) as url:
+        done = run(*words, "--url", url, "--model", "m", "--json")
+    report = json.loads(done.output)
+    assert report["needs_judge"] and report["rollout"]["traces"][0]["rewards"]["reference"] == 1
+    own = "task={judges: [{id: reference, base_url: 'http://judge/v1'}]}"
+    report = json.loads(run("check", "reverse-text", "--arg", own, "--json").output)
+    assert not report["needs_judge"] and not report["warnings"]
+
+
 BROKEN = """
 import verifiers.v1 as vf
 class Task(vf.Task[vf.TaskData]):
