@@ -10,7 +10,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from primerl_hpc.cli.options import choose_profile, json_option, load_both, print_json, set_option
+from primerl_hpc.cli.options import (
+    job_changes,
+    json_option,
+    load_both,
+    print_json,
+    profile_option,
+    set_option,
+)
 from primerl_hpc.observe.text import shown
 
 BENCHED = ("trainer", "sft")
@@ -36,8 +43,12 @@ _SECONDS = {
 def bench_options(command: click.Command) -> click.Command:
     """``--bench`` and what belongs to it."""
     decorators: tuple[Callable[..., Any], ...] = (
-        click.option("--bench", "is_bench", is_flag=True, help="Measure on made-up data; touches no run."),
-        choose_profile,
+        click.option(
+            *("--bench", "is_bench"),
+            is_flag=True,
+            help="Measure on made-up data; touches no run. Over several nodes as a job, which is waited for.",
+        ),
+        profile_option,
         set_option,
         click.option(
             "--lengths",
@@ -64,7 +75,8 @@ def refuse_without_bench(options: Iterable[str]) -> None:
     """Raises UsageError when one of them was typed: without ``--bench`` it says nothing."""
     context = click.get_current_context()
     for option in context.command.params:
-        given = option.name in options and context.get_parameter_source(option.name)
+        is_of_bench = option.name in options or not option.expose_value  # the profile's options
+        given = is_of_bench and context.get_parameter_source(option.name)
         if given == ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{option.opts[0]} belongs to --bench")
 
@@ -111,7 +123,7 @@ def run_bench(
             raise click.UsageError("a prepared run has its recipe and profile: leave --set and --profile out")
         phase = load_plan(run).phase_of(role, phase_name)
         process = phase.process(process_name(role, index))
-        result = bench_run(run, phase.name, process.name, ask(phase.recipe.seq_len))
+        result = bench_run(run, phase.name, process.name, ask(phase.recipe.seq_len), job_changes())
     else:
         loaded, profile = load_both(word, profile_name, overrides)
         kind = Kind.SFT if role == Role.SFT else Kind.RL

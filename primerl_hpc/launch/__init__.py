@@ -1,2 +1,3 @@
 """Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → fork → evaluate →
-executor → sbatch (exactly one job) → refusals (SLURM's words); estimate and doctor ask beforehand; bench measures a trainer here."""
+executor → sbatch (exactly one job) → refusals (SLURM's words); estimate and doctor ask beforehand; bench measures a trainer
+here, bench_job over several nodes."""

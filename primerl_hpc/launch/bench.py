@@ -1,32 +1,36 @@
-"""Benchmark mode: the trainer's ranks on this machine, on made-up data, in a run directory that is gone afterwards.
+"""Benchmark mode: the trainer's ranks on made-up data, in a run directory that is gone afterwards.
 
     result = bench_recipe(loaded, profile, Kind.RL, request)    # of a recipe
     result = bench_run(run, process, phase, request)            # of a prepared run: its model, layout and environment
 
-The ranks are started like those of a run (`roles/bench.py`, torchrun) under a guard, so that nothing outlives this process.
-What they say goes to stderr.
+Ranks of one node are started here like those of a run (`roles/bench.py`, torchrun) under a guard, so that nothing outlives this
+process; what they say goes to stderr. Those of several nodes are a SLURM job: `bench_job`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.cluster.load import LoadedProfile, load_profile
 from primerl_hpc.common.errors import ConfigError, ExitCode, RoleError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.launch.bench_job import measure_in_job
 from primerl_hpc.launch.prepare import check_path, interpreter, package_root, runs_folder
+from primerl_hpc.launch.submit import check_job_changes
 from primerl_hpc.plan.bench import BenchRequest, for_bench
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan, load_plan
+from primerl_hpc.plan.types import NodePlan, PhasePlan, Plan, ProcessPlan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.resolve import resolve_model
 from primerl_hpc.recipe.schema import Recipe
@@ -37,36 +41,64 @@ from primerl_hpc.runtime.steps import Launch
 def bench_recipe(
     loaded: LoadedRecipe, profile: LoadedProfile, kind: Kind, request: BenchRequest
 ) -> dict[str, Any]:
-    """Measure the trainer of a recipe, which has the profile's machine for itself.
+    """Measure the trainer of a recipe, which has the profile's machines for itself.
 
-    Raises ConfigError when the recipe has no trainer of this kind.
+    Raises ConfigError when the recipe has no trainer of this kind; else as `bench_run`.
     """
     recipe = for_bench(_of_kind(resolve_model(loaded), kind), request)
     folder = runs_folder(profile.profile).resolve()
     check_path(folder)
-    work = RunDir(folder / f".bench-{os.getpid()}")
+    work = _work_in(folder)
     plan = compile_plan(
         recipe, profile.profile, run_dir=str(work.root), python=interpreter(profile), only_trainer=True
     )
-    return _measure(work, plan, request)
+    (phase,) = plan.phases
+    (process,) = phase.processes
+    return _measure(work, _alone(plan, phase, process, work), request, lambda: profile)
 
 
-def bench_run(run: RunDir, phase_name: str, process_name: str, request: BenchRequest) -> dict[str, Any]:
-    """Measure the trainer of a prepared run as it would run there. The run's own files stay as they are."""
+def bench_run(
+    run: RunDir, phase_name: str, process_name: str, request: BenchRequest, job_changes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measure the trainer of a prepared run as it would run there. The run's own files stay as they are.
+
+    ``job_changes`` (``scheduler.time=60``) are for the job that measures several nodes.
+    Raises RoleError with the ranks' own words, SchedulerError when SLURM refuses the job.
+    """
+    check_job_changes(job_changes)
     plan = load_plan(run)
     phase = plan.phase(phase_name)
-    process = phase.process(process_name)
     is_there = Path(phase.model_path).is_dir()  # not yet, where a warm-up is to make it
-    alone = phase.model_copy(
-        update={
-            "recipe": for_bench(phase.recipe, request),
-            "model_path": phase.model_path if is_there else phase.recipe.model.name,
-            "processes": (process,),
-            "elastic": (),
-        }
+    changes = {
+        "recipe": for_bench(phase.recipe, request),
+        "model_path": phase.model_path if is_there else phase.recipe.model.name,
+    }
+    work = _work_in(run.root)
+    alone = _alone(plan, phase.model_copy(update=changes), phase.process(process_name), work)
+    return _measure(
+        work, alone, request, lambda: load_profile(str(run.profile), overrides=job_changes, environ={})
     )
-    work = RunDir(run.root / f".bench-{os.getpid()}")
-    return _measure(work, plan.model_copy(update={"phases": (alone,), "run_dir": str(work.root)}), request)
+
+
+def _work_in(folder: Path) -> RunDir:
+    """Of this process alone, also where login nodes share the folder."""
+    return RunDir(folder / f".bench-{platform.node()}-{os.getpid()}")
+
+
+def _alone(plan: Plan, phase: PhasePlan, process: ProcessPlan, work: RunDir) -> Plan:
+    """The plan of a run whose one process is this trainer, on as many nodes as it takes, with ranks that measure."""
+    # behind its interpreter, which may be in a container: module, run directory, phase, name
+    argv = (*process.argv[:-4], "primerl_hpc.roles.bench", str(work.root), phase.name, process.name)
+    nodes = tuple(range(len(process.nodes)))
+    alone = process.model_copy(update={"argv": argv, "nodes": nodes})
+    changes = {
+        "name": f"{plan.name}-bench",
+        "run_dir": str(work.root),
+        "phases": (phase.model_copy(update={"processes": (alone,), "elastic": ()}),),
+        "nodes": tuple(NodePlan(index=node, roles=(process.name,)) for node in nodes),
+        "spare_nodes": 0,
+    }
+    return plan.model_copy(update=changes)
 
 
 def _of_kind(recipe: Recipe, kind: Kind) -> Recipe:
@@ -79,31 +111,29 @@ def _of_kind(recipe: Recipe, kind: Kind) -> Recipe:
     return recipe
 
 
-def _measure(work: RunDir, plan: Plan, request: BenchRequest) -> dict[str, Any]:
-    (phase,) = plan.phases
-    (process,) = phase.processes
-    if len(process.nodes) > 1:
-        raise ConfigError(
-            f"the trainer has {len(process.nodes)} nodes, and benchmark mode starts ranks on one machine",
-            mend="lower layout.trainer.ranks or nodes, e.g. --set layout.trainer.nodes=1",
-        )
+def _measure(
+    work: RunDir, plan: Plan, request: BenchRequest, profile: Callable[[], LoadedProfile]
+) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up on the way
+    with _folders(work):
+        write_json(work.plan, plan.model_dump(mode="json"))
+        write_json(work.bench_request, request.model_dump(mode="json"))
+        if len(plan.nodes) > 1:
+            measure_in_job(work, plan, profile())
+        else:
+            _measure_here(work, plan.phases[0])
+        return read_json(work.bench_result)
+
+
+@contextlib.contextmanager
+def _folders(work: RunDir) -> Iterator[None]:
     parent = work.root.parent
     was_there = parent.exists()
+    work.root.mkdir(parents=True)
     try:
         for folder in (work.control, work.attempt_logs(1), work.root / "metrics"):
             folder.mkdir(parents=True)
-        write_json(work.plan, plan.model_dump(mode="json"))
-        write_json(work.bench_request, request.model_dump(mode="json"))
-        launch = Launch(process, work, phase.name, 1, 0)
-        # behind its interpreter, which may be in a container: module, run directory, phase, name
-        argv = (*process.argv[:-4], "primerl_hpc.roles.bench", str(work.root), phase.name, process.name)
-        paths = [package_root(), os.environ.get("PYTHONPATH")]
-        environment = {**os.environ, **visible_accelerators(launch), **launch.environment}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        code = _run_guarded(argv, environment)
-        if code != ExitCode.DONE:
-            raise _fault(work, process.name, code)
-        return read_json(work.bench_result)
+        yield
     finally:
         shutil.rmtree(work.root, ignore_errors=True)
         if not was_there:
@@ -111,8 +141,18 @@ def _measure(work: RunDir, plan: Plan, request: BenchRequest) -> dict[str, Any]:
                 parent.rmdir()
 
 
+def _measure_here(work: RunDir, phase: PhasePlan) -> None:
+    (process,) = phase.processes
+    launch = Launch(process, work, phase.name, 1, 0)
+    paths = [package_root(), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, **visible_accelerators(launch), **launch.environment}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    code = _run_guarded(process.argv, environment)
+    if code != ExitCode.DONE:
+        raise _fault(work, process.name, code)
+
+
 def _run_guarded(argv: tuple[str, ...], environment: dict[str, str]) -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and clean up on the way
     command = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--", *argv]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment) as guard:
         try:

@@ -131,13 +131,7 @@ def change_job(run: RunDir, changes: Sequence[str]) -> None:
     """
     plan = load_plan(run)
     check_not_running(run)
-    for text in changes:
-        key = text.partition("=")[0].strip()
-        if not key.startswith("scheduler.") or key in _OF_THE_PLAN:
-            raise ConfigError(
-                f"{key} cannot change between attempts: the plan was made with it",
-                mend="what sbatch is asked can: scheduler.time, scheduler.partition, …; or submit anew",
-            )
+    check_job_changes(changes)
     profile = load_profile(str(run.profile), overrides=changes, environ={})
     margin_s = profile.profile.scheduler.signal_margin_s
     if plan.signal_margin_s not in (None, margin_s):
@@ -147,6 +141,17 @@ def change_job(run: RunDir, changes: Sequence[str]) -> None:
     if plan.num_elastic:
         write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)
     write_text(run.profile, profile.text)
+
+
+def check_job_changes(changes: Sequence[str]) -> None:
+    """Raises ConfigError for a key of the profile that a prepared plan was made with."""
+    for text in changes:
+        key = text.partition("=")[0].strip()
+        if not key.startswith("scheduler.") or key in _OF_THE_PLAN:
+            raise ConfigError(
+                f"{key} cannot change between attempts: the plan was made with it",
+                mend="what sbatch is asked can: scheduler.time, scheduler.partition, …; or submit anew",
+            )
 
 
 def check_not_running(run: RunDir) -> None:

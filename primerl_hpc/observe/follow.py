@@ -30,8 +30,8 @@ _EXIT = {
 
 
 class Follower:
-    def __init__(self, run: RunDir, *, from_end: bool = False) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, *, from_end: bool = False, to_stderr: bool = False) -> None:
+        self.run, self.to_stderr = run, to_stderr
         self.plan = read_json_or_none(run.plan) or {}
         self.start = time.time()
         self.events = Tail(run.events, from_end=from_end)
@@ -46,7 +46,7 @@ class Follower:
 
     def say(self, text: str) -> None:
         minutes, seconds = divmod(int(time.time() - self.start), 60)
-        click.echo(f"[{minutes:02d}:{seconds:02d}] {text}")
+        click.echo(f"[{minutes:02d}:{seconds:02d}] {text}", err=self.to_stderr)
 
     def look(self) -> None:
         """Print everything that is new."""

@@ -14,7 +14,7 @@ from pydantic import field_validator
 
 from primerl_hpc.common.block import Block, NonNegativeInt, PositiveFloat, PositiveInt
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.run_schema import Tracking
+from primerl_hpc.recipe.run_schema import Recovery, Tracking
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.sft_schema import SFTData
 
@@ -64,7 +64,7 @@ class BenchRequest(Block):
 
 
 def for_bench(recipe: Recipe, request: BenchRequest) -> Recipe:
-    """Of a recipe of kind rl or sft: so many steps, no data of its own, nothing after it, and no checkpoint but those asked for.
+    """Of a recipe of kind rl or sft: so many steps in one go, no data of its own, nothing after it, no checkpoint but those asked for.
 
     Raises ConfigError when a sample would not fit into a row.
     """
@@ -85,6 +85,7 @@ def for_bench(recipe: Recipe, request: BenchRequest) -> Recipe:
         "checkpoint": recipe.checkpoint.model_copy(update=saves),
         "warmup": None,
         "after": None,
+        "recovery": Recovery(in_place=False),
         "tracking": Tracking(),
     }
     if recipe.sft is not None:

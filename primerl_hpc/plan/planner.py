@@ -39,7 +39,7 @@ def compile_plan(
     Raises ConfigError when recipe and profile do not fit together.
     """
     _check(recipe, profile)
-    layout = split(recipe.model_copy(update={"kind": Kind.SFT}) if only_trainer else recipe, profile)
+    layout = split(_without_engines(recipe) if only_trainer else recipe, profile)
     head = profile.node if layout.cpu_node is None else profile.cpu_partition
     assert head is not None  # checked
     recipe, reasons = settle_servers(recipe, head.cores)
@@ -76,6 +76,12 @@ def compile_plan(
         phases=phases,
         notes=notes,
     )
+
+
+def _without_engines(recipe: Recipe) -> Recipe:
+    inference = recipe.layout.inference.model_copy(update={"elastic": False})
+    layout = recipe.layout.model_copy(update={"inference": inference})
+    return recipe.model_copy(update={"kind": Kind.SFT, "layout": layout})
 
 
 def _check(recipe: Recipe, profile: Profile) -> None:

@@ -1,6 +1,6 @@
 """``python -m primerl_hpc.roles.bench RUN_DIR PHASE NAME``: the torchrun group of benchmark mode, see `torchrun`.
 
-A trainer of kind rl finds its batches laid out before it starts.
+A trainer of kind rl finds its batches laid out before it starts, by its first node.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from primerl_hpc.common import env
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
@@ -20,7 +21,7 @@ def main(arguments: list[str]) -> None:
     run_dir, phase_name, _ = arguments
     root = RunDir(Path(run_dir))
     phase = load_plan(root).phase(phase_name)
-    if phase.recipe.kind == Kind.RL:
+    if phase.recipe.kind == Kind.RL and env.slurm_node_rank() == 0:
         from primerl_hpc.orchestrator.made_up import send_batches
 
         request = BenchRequest.model_validate(read_json(root.bench_request))

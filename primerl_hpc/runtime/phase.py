@@ -297,7 +297,8 @@ class PhaseRun:
         if (silent_s := self.stall.look(time.monotonic(), self._signs_of_life(), is_due=is_due)) is None:
             return
         batch, step = self._last_step("orchestrator"), self._last_step()
-        name = suspect(self.phase.recipe.kind, batch, step)
+        names = list(self.running)  # benchmark mode has a trainer alone
+        name = names[0] if len(names) == 1 else suspect(self.phase.recipe.kind, batch, step)
         done = f"its last step was {step}" + (f", the last batch {batch}" if batch else "")
         self.stall.restart(time.monotonic())
         if self.running[name].waiter is not None:

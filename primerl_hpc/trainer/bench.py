@@ -50,7 +50,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 
 
 def bench(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tuple[str, int]:
-    """Run the loop to its end and write the result. Returns what a loop returns."""
+    """Run the loop to its end and write the result, unless it is stopped before. Returns what a loop returns."""
     request = BenchRequest.model_validate(read_json(run.bench_request))
     recipe = phase.recipe
     core = build_core(recipe, phase.model_path, world, watchdog, may_be_random=True)
@@ -66,7 +66,7 @@ def bench(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tu
             ended = rl.train_steps(run, core, make_publisher(run, core), saver, 0)
     memories: list = [None] * world.size
     dist.all_gather_object(memories, peak_memory(world.device))
-    if world.is_leader:
+    if world.is_leader and ended[0] == "done":
         steps = [
             {**probe.steps[step], **{part: row[name] for part, name in PARTS.items() if name in row}}
             for step, row in read_steps(run.metrics(role.value)).items()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.rundir import RunDir
 from tests.e2e.runs import command
 from tests.support import make_tiny_model
@@ -61,6 +62,8 @@ def test_rl_is_measured_as_a_prepared_run_would_run_and_the_run_stays_as_it_was(
     )
     run = RunDir(tmp_path / "run")
     before = tree(run.root)
+    refused = command("trainer", "--bench", "run", "--profile-set", "nodes=2", cwd=tmp_path, check=False)
+    assert refused.returncode == ExitCode.CONFIG and "the plan was made with it" in refused.stderr
     asked = ("--lengths", "12,40", "--steps", "3", "--warm-up", "1", "--peak-tflops", "0.1", "--json")
     result = json.loads(command("trainer", "--bench", "run", *asked, cwd=tmp_path).stdout)
     assert tree(run.root) == before

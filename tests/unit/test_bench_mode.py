@@ -209,6 +209,7 @@ rollouts: {sampling: {max_tokens: 8}}
     ("words", "code", "says"),
     [
         (("trainer", "r.yaml", "--steps", "3"), ExitCode.USAGE, "--steps belongs to --bench"),
+        (("trainer", "r.yaml", "--time", "5"), ExitCode.USAGE, "--time belongs to --bench"),
         (("trainer", "--bench", "r.yaml"), ExitCode.CONFIG, "--profile"),
         (("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "x"), ExitCode.USAGE, "512-4096"),
         (("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "65"), ExitCode.CONFIG, "rows of 64"),
@@ -226,8 +227,8 @@ rollouts: {sampling: {max_tokens: 8}}
         ),
         (
             ("trainer", "--bench", "r.yaml", "-p", "h100x64", "--set", "layout.trainer.ranks=16"),
-            ExitCode.CONFIG,
-            "2 nodes",
+            ExitCode.UNAVAILABLE,
+            "no SLURM on this machine",
         ),
     ],
 )
@@ -235,6 +236,6 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path: Path, words, cod
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "r.yaml").write_text(RECIPE)
-    done = primerl(*words, cwd=tmp_path)
+    done = primerl(*words, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == code and says in done.stderr and done.stdout == "", done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "r.yaml"]

@@ -103,6 +103,16 @@ def test_elastic_engines_leave_all_nodes_of_the_job_to_the_trainer() -> None:
     assert plan.num_hosts == 4  # so nobody listens on the loopback address only
 
 
+def test_a_trainer_alone_has_no_engines_beside_it_whatever_its_recipe_asks() -> None:
+    """As benchmark mode measures it."""
+    name, overrides = LAYOUTS["elastic"]
+    overrides = ["warmup=null", "layout.trainer={nodes: 2, ranks: 4}", *overrides]
+    recipe = load_recipe("reverse_text/tiny", overrides=overrides).recipe
+    place = {"run_dir": "/shared/runs/x", "python": "/venv/bin/python"}
+    plan = compile_plan(recipe, load_profile(name).profile, **place, only_trainer=True)
+    assert [node.roles for node in plan.nodes] == [("trainer-0 [0,1]",)] * 2 and plan.num_elastic == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "profile", "says"),
     [

@@ -318,22 +318,30 @@ def test_what_a_dead_orchestrator_left_beyond_the_checkpoint_is_gone(toy: Toy) -
     assert toy.end() == ExitCode.PREEMPTED
 
 
-def test_a_hung_trainer_writes_its_stacks_down_and_is_treated_like_a_dead_one(toy: Toy) -> None:
+@pytest.mark.parametrize("has_batch", [True, False], ids=["with a batch", "alone, as in benchmark mode"])
+def test_a_hung_trainer_writes_its_stacks_down_and_is_treated_like_a_dead_one(
+    toy: Toy, has_batch: bool
+) -> None:
+    send = """
+    from primerl_hpc.common.metrics import MetricsWriter
+    MetricsWriter(run.metrics("orchestrator")).write(1, {})
+    """
     code = """
     import os
     from primerl_hpc.common.log import dump_stacks_on_signal
-    from primerl_hpc.common.metrics import MetricsWriter
     dump_stacks_on_signal()
     def hang_here(): time.sleep(600)
-    MetricsWriter(run.metrics("orchestrator")).write(1, {})
     if os.environ["PRIMERL_INCARNATION"] == "0": hang_here()
     """
     toy.recipe = RECIPE | {"recovery": {"in_place": True}, "timeouts": {"stall_s": 3}}
     toy.add(Role.TRAINER, PUBLISH + textwrap.dedent(code), OnExit.ENDS_PHASE, ready_timeout_s=60)
+    if has_batch:
+        toy.add(Role.ORCHESTRATOR, PUBLISH + textwrap.dedent(send), OnExit.ENDS_PHASE)
     toy.start()
     assert toy.end(60) == ExitCode.DONE
     assert [row["process"] for row in toy.events("role_hung")] == ["trainer-0"]
-    assert "its last step was 0, the last batch 1" in toy.events("recovery_started")[0]["message"]
+    said = "its last step was 0" + (", the last batch 1" if has_batch else "")
+    assert toy.events("recovery_started")[0]["message"].endswith(said)
     assert "in hang_here" in (toy.run.attempt_logs(1) / "trainer-0.log").read_text()
 
 
