@@ -169,8 +169,8 @@ class Trainer(Block):
     """Type of weights in forward and backward; master weights and optimizer state are always float32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Type in which gradients are reduced over ranks."""
-    reshard_after_forward: Bool = True
-    """Free gathered weights between forward and backward."""
+    reshard_after_forward: Auto | Bool = "auto"
+    """Free gathered weights of a block between forward and backward; auto: true, but models of at most 0.5 B parameters are gathered as a whole, once a step."""
     activation_checkpointing: Literal["none", "full"] | tuple[str, ...] = "full"
     """full: keep only each block's input and recompute the rest in backward; a list of module names (``[mlp, self_attn]``): recompute those parts of each block."""
     activation_offload: Bool = False

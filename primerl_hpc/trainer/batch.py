@@ -35,7 +35,7 @@ class TokenBatch:
     position_ids: Tensor  # [B, N], restarting at 0 with each sample: attention stays inside
     predictors: Tensor  # [T] index into B·N
     targets: Tensor  # [T]
-    temperatures: Tensor  # [T]
+    temperatures: Tensor | None  # [T]; None: all 1
     loss_mask: Tensor  # [T] bool
     advantages: Tensor
     inference_logprobs: Tensor
@@ -70,6 +70,9 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         trained.append(_streams(row, tokens) | {"sequence_ids": row.sample_ids[tokens] + num_sequences})
         num_sequences += len(row.sample_lengths)
     picked = {name: np.concatenate([each[name] for each in trained]) for name in trained[0]}
+    if (picked["temperatures"] == 1).all():
+        del picked["temperatures"]
+    streams = {name: torch.from_numpy(values).to(device) for name, values in picked.items()}
     return TokenBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         position_ids=torch.from_numpy(position_ids).to(device),
@@ -77,7 +80,7 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         num_sequences=num_sequences,
         routed_experts=_routed_experts(rows, length, device),
         images=_images(rows, length, device),
-        **{name: torch.from_numpy(values).to(device) for name, values in picked.items()},
+        **{"temperatures": None, **streams},
     )
 
 

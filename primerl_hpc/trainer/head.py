@@ -20,13 +20,17 @@ def auto_chunk_tokens(vocab_size: int) -> int:
     return min(max(CHUNK_BYTES // (4 * vocab_size), MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor) -> Tensor:
-    """z = W h / T [T, V], float32. Dividing h is less work, but rounds otherwise: entropies then differ by 3e-5."""
-    return F.linear(hidden, weight).float().div_(temperatures[:, None])
+def scaled_logits(hidden: Tensor, weight: Tensor, temperatures: Tensor | None, part: slice) -> Tensor:
+    """z = W h / T of ``part`` [T, V], float32. Dividing h is less work, but rounds otherwise: entropies then differ by 3e-5."""
+    logits = F.linear(hidden[part], weight).float()
+    return logits if temperatures is None else logits.div_(temperatures[part, None])
 
 
 class ChunkedLogprob(torch.autograd.Function):
-    """hidden [T, H], weight [V, H], targets [T], temperatures [T] → log-probabilities [T], entropies [T] (float32)."""
+    """hidden [T, H], weight [V, H], targets [T], temperatures [T] → log-probabilities [T], entropies [T] (float32).
+
+    Temperatures may be None, where all are 1.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperatures, chunk_tokens):
@@ -36,7 +40,7 @@ class ChunkedLogprob(torch.autograd.Function):
         ctx.last_probs = None
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits = scaled_logits(hidden[part], weight, temperatures[part])
+            logits = scaled_logits(hidden, weight, temperatures, part)
             chosen = logits.gather(-1, targets[part, None])[:, 0]
             logs = torch.log_softmax(logits, -1)  # one kernel; torch.logsumexp is four, with copies
             logprobs[part] = logs.gather(-1, targets[part, None])[:, 0]
@@ -58,11 +62,11 @@ class ChunkedLogprob(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[1]  # not with adapters alone
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         probs, ctx.last_probs = ctx.last_probs, None
-        scaled = grad.float() / temperatures
+        scaled = grad.float() if temperatures is None else grad.float() / temperatures
         for start in reversed(range(0, len(hidden), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
             if probs is None:
-                logits = scaled_logits(hidden[part], weight, temperatures[part])
+                logits = scaled_logits(hidden, weight, temperatures, part)
                 probs = logits.sub_(log_sums[part, None]).exp_()
             grad_logits, probs = probs.mul_(-scaled[part, None]), None
             grad_logits.scatter_add_(-1, targets[part, None], scaled[part, None])

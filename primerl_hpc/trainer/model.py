@@ -42,8 +42,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 """Of a model on the hub, besides weights."""
 
-UNSHARDED_GRAD_BYTES = 2 << 30
-"""Up to this size of all float32 gradients, they stay whole until the last micro-batch and are reduced once."""
+SMALL_BYTES = 2 << 30
+"""Up to this size of all float32 gradients, they stay whole until the last micro-batch and are reduced once.
+
+Up to this size of all float32 weights, these are one group, gathered once a step (`Trainer.reshard_after_forward`).
+"""
 
 
 class Policy(nn.Module):
@@ -63,11 +66,11 @@ class Policy(nn.Module):
         position_ids: Tensor,
         predictors: Tensor,
         targets: Tensor,
-        temperatures: Tensor,
+        temperatures: Tensor | None,
         routed_experts: Tensor | None = None,
         images: ImageBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """ids and positions [B, N]; predictors, targets, temperatures [T] → log π [T], entropy [T], float32.
+        """ids and positions [B, N]; predictors, targets, temperatures (None: all 1) [T] → log π [T], entropy [T], float32.
 
         ``routed_experts`` [B, N, layers, k]: see `replay`.
 
@@ -96,7 +99,7 @@ class Policy(nn.Module):
             hidden.flatten(0, 1)[share.predictors],
             weight,
             targets[share.mine],
-            temperatures[share.mine],
+            None if temperatures is None else temperatures[share.mine],
             self.chunk_tokens,
         )
         logprobs, entropies = share.gather(torch.stack([logprobs, entropies], 1)).unbind(1)
@@ -227,13 +230,18 @@ def spread(hf: nn.Module, recipe: Recipe, world: World) -> DeviceMesh | None:
 def shard(
     policy: Policy, blocks: list[nn.Module], experts: DeviceMesh | None, config: Trainer, world: World
 ) -> None:
-    """FSDP: one group of weights per block, one more per block for experts with a mesh of their own, and the rest."""
+    """FSDP: one group of weights per block, one more per block for experts with a mesh of their own, and the rest.
+
+    Blocks of a small model are part of the rest: what many short gathers would cost is more than they save.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.param_dtype],
         reduce_dtype=DTYPES[config.reduce_dtype],
         cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
     )
     offload, reshard = offload_policy(config), config.reshard_after_forward
+    is_one_group = reshard == "auto" and 4 * sum(each.numel() for each in policy.parameters()) <= SMALL_BYTES
+    reshard = bool(reshard)
     groups: list[list[FSDPModule]] = []
     for block in blocks:
         inner = []
@@ -242,10 +250,16 @@ def shard(
             mesh = experts["replicate", "expert_shard"] if world.replicate > 1 else experts["expert_shard"]
             for module in inner:
                 shard_experts(module, mesh, precision, offload, reshard=reshard)
-        fully_shard(
-            block, mesh=world.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
-        )
-        groups.append([block, *inner])
+        if not is_one_group:
+            fully_shard(
+                block,
+                mesh=world.mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=reshard,
+            )
+        if group := [each for each in (block, *inner) if isinstance(each, FSDPModule)]:
+            groups.append(group)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
     for module in fsdp_modules(policy) if world.size > 1 else ():  # torch divides by 1 with a copy
         # summed, not averaged: losses are parts of a sum, and experts' gradients are sums over more ranks than reduce them
@@ -325,7 +339,7 @@ def fsdp_modules(policy: Policy) -> list[FSDPModule]:
 
 def is_small(policy: Policy) -> bool:
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    return 4 * trained <= UNSHARDED_GRAD_BYTES
+    return 4 * trained <= SMALL_BYTES
 
 
 def set_gradient_sync(policy: Policy, *, is_last: bool, small: bool) -> None:
@@ -337,4 +351,5 @@ def set_gradient_sync(policy: Policy, *, is_last: bool, small: bool) -> None:
         policy.set_requires_gradient_sync(is_last)
     else:
         policy.set_requires_all_reduce(is_last)
+    policy.set_reshard_after_backward(is_last, recurse=False)
     policy.set_is_last_backward(is_last)

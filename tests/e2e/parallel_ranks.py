@@ -119,7 +119,11 @@ def recipe_of(case: Case) -> Recipe:
             "layout": {"trainer": case.get("layout", {})},
             "loss": case.get("loss", {"type": "dppo"}),
             "lora": case.get("lora"),
-            "trainer": {"param_dtype": "float32", "activation_checkpointing": "none"}
+            "trainer": {
+                "param_dtype": "float32",
+                "activation_checkpointing": "none",
+                "reshard_after_forward": True,  # as a large model
+            }
             | case.get("trainer", {}),
         }
     )

@@ -157,6 +157,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "is_counted": True,
         "trainer": {"reshard_after_forward": False},
     },
+    "whole": {
+        "model": "qwen3",
+        "ranks": 2,
+        **ONE_BY_ONE,
+        "is_counted": True,
+        "trainer": {"reshard_after_forward": "auto"},
+    },
+    "whole-expert-2": {
+        "model": "qwen3_moe",
+        "ranks": 2,
+        "layout": {"expert_parallel": 2},
+        "trainer": {"reshard_after_forward": "auto"},
+    },
     "large-replicated": {
         "model": "qwen3_moe",
         "ranks": 4,
@@ -273,7 +286,7 @@ def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(result
 def plain_loss(model, step: int) -> Tensor:
     """Mean cross-entropy of the supervised rows of ``step``, sample by sample."""
     total, count = torch.zeros(()), 0
-    for row in batch(step, {"is_supervised": True}):
+    for row in batch(step, {"model": "of text", "is_supervised": True}):
         start = 0
         for length in row.sample_lengths.tolist():
             ids = torch.from_numpy(row.input_ids[start : start + length]).long()
@@ -397,10 +410,13 @@ def test_no_rank_holds_more_of_a_tensor_than_its_own_part_while_loading(results,
 
 @pytest.mark.parametrize(
     ("name", "gathers", "scatters"),
-    [("small", 4 * 5, 3), ("large", 4 * 5, 4 * 3), ("kept", 4 * 3, 3)],
+    [("small", 1 + 4 * 4, 3), ("large", 1 + 4 * 4, 4 * 3), ("kept", 1 + 4 * 2, 3), ("whole", 1, 1)],
 )
 def test_collectives_of_a_step_of_four_forwards(results, name, gathers, scatters):
-    """Three groups of weights, two of them gathered again for backward. Gradients of small models are reduced once."""
+    """Two blocks, gathered again for backward, and the rest, gathered once; a small model is one group, if it may be.
+
+    Gradients of small models are reduced once.
+    """
     counts = results.report(name)["collectives"]
     assert counts["_allgather_base_"] == gathers
     assert counts["_reduce_scatter_base_"] == scatters

@@ -83,11 +83,29 @@ def whole_rows(
         return flash(query, key, value, packing, scale, dropout, window, sinks)
     if sinks is not None:
         raise ConfigError("sdpa has no attention sinks", mend="set model.attention to auto or eager")
-    mask = packing.mask(window)
     key, value = (repeat_heads(each, query.shape[1]) for each in (key, value))
+    if (lengths := packing.lengths(window)) is not None:
+        return by_sample(query, key, value, lengths, scale, dropout)
+    mask = packing.mask(window, query.dtype)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
     )
+
+
+def by_sample(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, dropout: float
+) -> Tensor:
+    """Causal attention of one sample after another: no mask, and no work on what samples do not see of each other."""
+    samples = zip(
+        *(each.transpose(1, 2).flatten(0, 1).split(lengths) for each in (query, key, value)), strict=True
+    )
+    outs = [
+        F.scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in sample), is_causal=True, scale=scale, dropout_p=dropout
+        )[0].transpose(0, 1)
+        for sample in samples
+    ]
+    return torch.cat(outs).unflatten(0, (len(query), -1)).transpose(1, 2)
 
 
 def flash(

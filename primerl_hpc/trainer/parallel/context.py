@@ -23,6 +23,9 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.layout_schema import TrainerLayout
 from primerl_hpc.trainer.parallel.mesh import World
 
+SHORT_SAMPLE = 16
+"""Mean number of tokens per sample below which one masked attention per row is quicker than one per sample."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -118,16 +121,35 @@ class Packing:
             ("sees", source, window), lambda: bool(self.visible(self.own, self.tokens[source], window).any())
         )
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Of whole rows, [B, 1, N, N]; None where every row is one sample: plain causal attention."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What whole rows add to their scores, [B, 1, N, N]; None where every row is one sample: plain causal attention."""
 
         def make() -> Tensor | None:
             if window is None and int(self.documents.max()) == 1:
                 return None
             every = torch.arange(self.positions.shape[1], device=self.positions.device)
-            return self.visible(every, every, window)[:, None]
+            seen = self.visible(every, every, window)[:, None]
+            return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
         return self._once(("mask", window), make)
+
+    def lengths(self, window: int | None) -> list[int] | None:
+        """Tokens of each sample, rows one after another; neighbours of one token (pads) count as one sample.
+
+        None where samples one by one are not the quickest: rows of one sample, many short ones, a narrow window.
+        """
+
+        def make() -> list[int] | None:
+            if int(self.documents.max()) == 1:
+                return None
+            flat = F.pad(self.positions.flatten(), (1, 1))
+            alone = (flat[1:-1] == 0) & (flat[2:] == 0)
+            starts = (flat[1:-1] == 0) & ~(alone & F.pad(alone, (1, 0))[:-1])
+            found = F.pad(starts.nonzero()[:, 0], (0, 1), value=len(starts)).diff().tolist()
+            is_narrow = window is not None and max(found) > window
+            return None if is_narrow or len(starts) < SHORT_SAMPLE * len(found) else found
+
+        return self._once(("lengths", window), make)
 
     def bounds(self) -> tuple[Tensor, int]:
         """Starts of the samples of all rows one after another, and their end, int32; tokens of the longest."""
