@@ -65,6 +65,8 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str, is_prefill
         "api-server-count": 1,  # the routes keep the policy version in one process
         "enable-expert-parallel": layout.expert_parallel,
         "enforce-eager": is_cpu if inference.enforce_eager == "auto" else inference.enforce_eager,
+        # a prompt in parts rewinds the generator of its seed, which torch's on a CPU cannot: vLLM's engine would die
+        "no-enable-chunked-prefill": is_cpu,
         # log-probabilities of the temperature-scaled distribution, as the trainer computes them
         "logprobs-mode": "processed_logprobs",
         # sampling parameters come with each request; a model's own defaults must not slip in

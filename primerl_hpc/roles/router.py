@@ -105,6 +105,12 @@ def router_command(host: str, port: int, metrics_port: int, recipe: Recipe) -> l
         "prometheus-port": metrics_port,
         "health-check-interval-secs": 2,
         "health-failure-threshold": 2,
+        "health-check-timeout-secs": 20,  # of a busy engine; one that answers nobody is the supervisor's
+        # An engine that fails everything at once gets nothing for a while. By default ten failures, which are two requests
+        # and the router's own retries, would close it for a minute: with a single engine, to everybody.
+        "cb-failure-threshold": 64,
+        "cb-success-threshold": 1,
+        "cb-timeout-duration-secs": 5,
         "worker-startup-check-interval": 1,
         "request-timeout-secs": 86400,  # a rollout's own timeout ends it
         "log-level": "error",  # it knows no "warning" and would print five lines per request

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -60,6 +61,15 @@ def test_generation_through_the_router_has_the_logprobs_of_transformers(serving:
     generated = serving.generate(PROMPT)
     assert len(generated["token_ids"]) == 16
     assert is_of(serving.model, generated)
+
+
+def test_more_seeded_prompts_at_once_than_a_batch_holds_are_all_answered(serving: Serving) -> None:
+    prompts = [[first, *range(5, 95)] * 5 for first in range(1, 13)]  # 12 × 455 tokens; a batch of the engine has 2,048
+    alone = serving.generate(prompts[-1], 4)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        generated = list(pool.map(lambda prompt: serving.generate(prompt, 4), prompts))
+    assert [len(each["token_ids"]) for each in generated] == [4] * len(prompts)
+    assert generated[-1]["token_ids"] == alone["token_ids"]
 
 
 def test_the_router_serves_models_and_chat(serving: Serving) -> None:

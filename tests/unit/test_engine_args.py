@@ -46,11 +46,12 @@ def test_cpu_engines_run_eagerly_with_a_bounded_kv_cache() -> None:
     assert found["enforce-eager"] is True
     assert found["kv-cache-memory-bytes"] == str(2**30)
     assert "gpu-memory-utilization" not in found
+    assert found["no-enable-chunked-prefill"] is True
 
 
 def test_gpu_engines_capture_graphs_and_take_a_share_of_the_memory() -> None:
     found = flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
-    assert "enforce-eager" not in found
+    assert "enforce-eager" not in found and "no-enable-chunked-prefill" not in found
     assert found["gpu-memory-utilization"] == "0.9"
     fixed = recipe(inference={"kv_cache_gib": 4.0, "enforce_eager": True})
     found = flags(engine_args(fixed, model_path="m", accelerator="gpu"))

@@ -6,6 +6,7 @@ import contextlib
 import random
 import subprocess
 import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,54 @@ def test_an_engine_whose_restart_was_asked_for_gets_no_requests(tmp_path: Path) 
 GROUPS, GROUP_SIZE, TURNS = 12, 4, 3
 
 
+@contextlib.contextmanager
+def real_router(urls: Iterable[str], routing: str = "prefix") -> Iterator[httpx.Client]:
+    """A client of a router in front of ``urls``."""
+    port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    recipe = Recipe.model_validate(
+        {
+            "kind": "inference",
+            "name": "x",
+            "model": {"name": "m"},
+            "layout": {"inference": {"routing": routing}},
+            "rollouts": {"group_size": GROUPS, "batch_size": GROUPS},  # no load here is uneven enough
+        }
+    )
+    command = router_command("127.0.0.1", port, metrics_port, recipe)
+    assert not any("key" in part for part in command)
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL) as router,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client,
+    ):
+
+        def is_up() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return client.get("/list_workers").is_success
+            return False
+
+        try:
+            wait_until(is_up, what="the router", timeout_s=60)
+            for url in urls:
+                client.post("/add_worker", params={"url": url}).raise_for_status()
+            yield client
+        finally:
+            router.kill()
+
+
+def generate(client: httpx.Client, tokens: list[int], rollout: str = "0.0") -> httpx.Response:
+    body = {"model": "m", "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
+    return client.post("/inference/v1/generate", json=body, headers={"X-Session-ID": rollout})
+
+
+def test_an_engine_that_fails_some_requests_stays_open_for_the_others() -> None:
+    def answer(request: Request) -> tuple[int, object]:
+        return (500 if request.body.get("token_ids") == [6] else 200), {"data": []}
+
+    with serve(answer) as url, real_router([url]) as client:
+        assert [generate(client, [6]).status_code for _ in range(4)] == [500] * 4  # each is tried five times
+        assert generate(client, [7]).status_code == 200
+
+
 class Engines:
     """Two stand-ins behind a real router; they note who asked them, and answer the first rollouts of all groups together."""
 
@@ -69,26 +118,7 @@ class Engines:
         self.asked: list[set[str]] = [set(), set()]
         self.all_have_begun = threading.Barrier(GROUPS)
         urls = [stack.enter_context(serve(partial(self.answer, mine))) for mine in self.asked]
-        port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
-        recipe = Recipe.model_validate(
-            {
-                "kind": "inference",
-                "name": "x",
-                "model": {"name": "m"},
-                "layout": {"inference": {"routing": routing}},
-                "rollouts": {"group_size": GROUPS, "batch_size": GROUPS},  # no load here is uneven enough
-            }
-        )
-        command = router_command("127.0.0.1", port, metrics_port, recipe)
-        assert not any("key" in part for part in command)
-        router = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        stack.callback(router.kill)
-        self.client = stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
-        )
-        wait_until(self.is_up, what="the router", timeout_s=60)
-        for url in urls:
-            self.client.post("/add_worker", params={"url": url}).raise_for_status()
+        self.client = stack.enter_context(real_router(urls, routing))
 
     def answer(self, mine: set[str], request: Request) -> tuple[int, object]:
         rollout = request.headers.get("x-session-id")
@@ -98,17 +128,10 @@ class Engines:
             mine.add(rollout)
         return 200, {"data": [], "choices": []}
 
-    def is_up(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self.client.get("/list_workers").is_success
-        return False
-
     def play(self, rollout: str, prompt: list[int]) -> None:
         tokens = list(prompt)
         for turn in range(TURNS):
-            body = {"model": "m", "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
-            headers = {"X-Session-ID": rollout}
-            self.client.post("/inference/v1/generate", json=body, headers=headers).raise_for_status()
+            generate(self.client, tokens, rollout).raise_for_status()
             tokens += [turn] * 50
 
 
