@@ -52,11 +52,20 @@ def make_recipe(model: Path) -> dict[str, Any]:
 
 
 def judge_of(model: Path) -> dict[str, Any]:
-    """verifiers' judge by a reference answer; what it asks is short enough for the tiny model."""
+    """verifiers' judge by a reference answer; what it asks is short enough for the tiny model.
+
+    Of no rollout it is skipped, as it would be of an empty reply, and of none does the model hit on a verdict.
+    """
     prompt = model.parent / "judge.txt"
     prompt.parent.mkdir(parents=True, exist_ok=True)
     prompt.write_text("Is {response} {answer}?")
-    return {"id": "reference", "prompt": str(prompt), "sampling": {"max_completion_tokens": 4}}
+    return {
+        "id": "reference",
+        "prompt": str(prompt),
+        "view": "full_trace",
+        "choices": ["correct", "incorrect"],
+        "sampling": {"max_completion_tokens": 4},
+    }
 
 
 class Serving:

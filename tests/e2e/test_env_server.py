@@ -337,7 +337,7 @@ def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_
     serving.start("env_server-1")
 
     async def check(rollouts: Rollouts) -> None:
-        with pytest.raises(RolloutFailed, match=r"TaskError: .*judge returned no yes/no verdict"):
+        with pytest.raises(RolloutFailed, match=r"TaskError: .*judge returned no correct/incorrect verdict"):
             rollout_of(await rollouts.run(), temperature=1.0)
         other = Rollouts(serving).client
         rollouts.client = EnvServerPool([other, rollouts.client])
@@ -376,7 +376,7 @@ def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> Non
         sampling = external_sampling_config(recipe.rollouts.sampling)
         try:
             await client.wait_ready(240)
-            with pytest.raises(RolloutFailed, match="no yes/no verdict"):
+            with pytest.raises(RolloutFailed, match="no correct/incorrect verdict"):
                 episode = await client.run(task.data, how, "m", sampling, 120)
                 rollout_of(episode, temperature=1.0, need_tokens=False)
             publish_endpoint(run, "judge-0", successor)
@@ -393,7 +393,7 @@ def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> Non
     with contextlib.ExitStack() as stack:
         publish_endpoint(run, "judge-0", says("perhaps"))
         stack.callback(end_role, start_role(run, "main", "env_server-1"))
-        asyncio.run(check(says("a reply"), says("yes")))
+        asyncio.run(check(says("a reply"), says("correct")))
 
 
 def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def test_generation_through_the_router_has_the_logprobs_of_transformers(serving:
 
 
 def test_more_seeded_prompts_at_once_than_a_batch_holds_are_all_answered(serving: Serving) -> None:
-    prompts = [[first, *range(5, 95)] * 5 for first in range(1, 13)]  # 12 × 455 tokens; a batch of the engine has 2,048
+    prompts = [
+        [first, *range(5, 95)] * 5 for first in range(1, 13)
+    ]  # 12 × 455 tokens; a batch of the engine has 2,048
     alone = serving.generate(prompts[-1], 4)
     with ThreadPoolExecutor(len(prompts)) as pool:
         generated = list(pool.map(lambda prompt: serving.generate(prompt, 4), prompts))

@@ -372,8 +372,8 @@ def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: T
     toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
     toy.start()
     wait_for(lambda: toy.is_ready("inference-0"))
+    wait_for(lambda: len(descendants_of(toy.supervisor.pid)) == 4, "both roles behind their guards")
     below = [psutil.Process(pid) for pid in descendants_of(toy.supervisor.pid)]
-    assert len(below) == 4
     toy.supervisor.kill()
     toy.supervisor.wait()
     wait_for(lambda: not any(map(is_alive, below)), "every process to end")
