@@ -49,6 +49,12 @@ def serve(role: RoleProcess) -> None:
             appoint(judges, client)
             follow(judges, role.run, judge, index=role.index)
             role.logger.info("%d judges ask %s", len(judges), client["base_url"])
+        elif judges:
+            role.logger.warning(
+                "environment %s has a judge without an address and the recipe has no judge: verifiers' default, %s, is asked",
+                environment.label,
+                judges[0].base_url,
+            )
         if _renders_for(role.recipe):
             make_renderer(role.recipe.model, load_tokenizer(role.recipe.model))
         try:

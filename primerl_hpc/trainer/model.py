@@ -163,9 +163,17 @@ def hub_folder(name: str, patterns: list[str], world: World) -> Path:
     return Path(folder)
 
 
+def read_config(folder: Path, recipe: Recipe) -> PreTrainedConfig:
+    """Raises DataError when there is none, or transformers does not know the model."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise DataError(" ".join(str(error).split()), place=f"model {recipe.model.name}") from error
+
+
 def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: bool = False) -> Policy:
     """Meta init, adapters, checkpointing, compile, FSDP2, load. What is trained is float32; see `Trainer.param_dtype`."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
+    config = read_config(folder, recipe)
     register_attention()
     kind, attention_of_parts = auto_class(config)
     with torch.device("meta"):

@@ -400,9 +400,12 @@ def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name
     model = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model"
     recipe = make_recipe(model)
     recipe["model"]["renderer"] = {"name": "auto"}
+    recipe["environments"]["train"][0]["args"] = {"task": {"judges": [{"id": "reference"}]}}
+    del recipe["judge"]
     make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
     code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0")
     assert code == ExitCode.CONFIG
+    assert "environment reverse-text has a judge without an address" in log
     assert f"no renderer is known for model {model}" in log.splitlines()[-1]
 
 

@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from primerl_hpc.common.errors import ConfigError  # noqa: E402
-from primerl_hpc.trainer.model import check_head, check_layers, decoder_blocks  # noqa: E402
+from primerl_hpc.common.errors import ConfigError, DataError  # noqa: E402
+from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.trainer.model import check_head, check_layers, decoder_blocks, read_config  # noqa: E402
 
 
 def model(family: str, **changes):
@@ -36,3 +37,11 @@ def test_layers_that_carry_state_along_a_row_are_refused():
 def test_an_architecture_without_a_list_of_layers_is_refused():
     with pytest.raises(ConfigError, match="GPT2LMHeadModel has no list of decoder layers"):
         decoder_blocks(model("gpt2"))
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "from_tomorrow"}')
+    recipe = Recipe.model_validate({"kind": "inference", "name": "x", "model": {"name": "org/it"}})
+    with pytest.raises(DataError, match=r"model org/it: .*`from_tomorrow`") as refused:
+        read_config(tmp_path, recipe)
+    assert "\n" not in str(refused.value)
