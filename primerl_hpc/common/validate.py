@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -33,9 +34,10 @@ def _first_fault(block: type[BaseModel], document: Document, faults: list[ErrorD
     return first
 
 
-def _line_number(place: str) -> tuple[str, int]:
+def _line_number(place: str) -> tuple[str, float]:
+    """What a whole file lacks comes after what its lines have too much."""
     name, _, line = place.rpartition(":")
-    return (name, int(line)) if line.isdigit() else (place, 0)
+    return (name, int(line)) if line.isdigit() else (place, math.inf)
 
 
 def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) -> list[ErrorDetails]:

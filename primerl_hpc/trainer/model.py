@@ -6,7 +6,7 @@ Built on the meta device, sharded, then filled by `load_weights`: no rank ever h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -247,9 +247,8 @@ def shard(
         reduce_dtype=DTYPES[config.reduce_dtype],
         cast_forward_inputs=False,  # temperatures stay float32; hidden states follow the weights anyway
     )
-    offload, reshard = offload_policy(config), config.reshard_after_forward
-    is_one_group = reshard == "auto" and 4 * sum(each.numel() for each in policy.parameters()) <= SMALL_BYTES
-    reshard = bool(reshard)
+    offload, reshard = offload_policy(config), config.reshard_after_forward in (True, "auto")
+    is_one_group = config.reshard_after_forward == "auto" and are_small(policy.parameters())
     groups: list[list[FSDPModule]] = []
     for block in blocks:
         inner = []
@@ -346,8 +345,12 @@ def fsdp_modules(policy: Policy) -> list[FSDPModule]:
 
 
 def is_small(policy: Policy) -> bool:
-    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    return 4 * trained <= SMALL_BYTES
+    return are_small(parameter for parameter in policy.parameters() if parameter.requires_grad)
+
+
+def are_small(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether all of them at once, in float32, are no burden."""
+    return 4 * sum(parameter.numel() for parameter in parameters) <= SMALL_BYTES
 
 
 def set_gradient_sync(policy: Policy, *, is_last: bool, small: bool) -> None:

@@ -31,6 +31,7 @@ from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
 from primerl_hpc.plan.types import NodePlan, OnExit, Plan, PreflightPlan
 from primerl_hpc.render.job import render_engines, render_job
+from tests import support
 from tests.support import ROOT, make_plan, process_plan
 
 TOOL = ROOT / "tools" / "virtual-cluster"
@@ -82,12 +83,8 @@ def wait_for(
     timeout_s: float = 90.0,
     tell: Callable[[], object] = lambda: "",
 ) -> None:
-    """``tell`` says why, when it did not happen."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what} did not happen\n{tell()}")
-        time.sleep(0.1)
+    """Of things that SLURM does."""
+    support.wait_for(condition, what, timeout_s, tell)
 
 
 def call_down(node: str) -> None:

@@ -148,6 +148,18 @@ async def decoding(tmp_path: Path, **others: Other) -> AsyncIterator[Decoding]:
 
 
 @asynccontextmanager
+async def hanging(tmp_path: Path) -> AsyncIterator[tuple[Decoding, Other, asyncio.Task[httpx.Response]]]:
+    """With the engine that prefills, which hangs, and the request that it has got."""
+    other = Other()
+    other.hangs.clear()
+    async with decoding(tmp_path, prefill_0=other) as system:
+        asked = asyncio.create_task(system.ask())
+        while not other.asked:
+            await asyncio.sleep(0.005)
+        yield system, other, asked
+
+
+@asynccontextmanager
 async def all_listening(others: dict[str, Other]) -> AsyncIterator[dict[str, str]]:
     async with AsyncExitStack() as stack:
         urls = {}
@@ -223,12 +235,7 @@ def test_an_engine_that_hangs_is_waited_for_until_it_is_given_up(
     monkeypatch.setattr(prefill, "LOOK_S", 0.05)
 
     async def check() -> None:
-        other = Other()
-        other.hangs.clear()
-        async with decoding(tmp_path, prefill_0=other) as system:
-            asked = asyncio.create_task(system.ask())
-            while not other.asked:
-                await asyncio.sleep(0.005)
+        async with hanging(tmp_path) as (system, _, asked):
             assert not system.seen
             if how == "ended":
                 system.run.endpoint("prefill-0").unlink()
@@ -262,12 +269,7 @@ def test_an_engine_that_was_restarted_is_asked_again(tmp_path: Path, monkeypatch
 
 def test_a_client_that_goes_takes_its_prefill_along(tmp_path: Path) -> None:
     async def check() -> None:
-        other = Other()
-        other.hangs.clear()
-        async with decoding(tmp_path, prefill_0=other) as system:
-            asked = asyncio.create_task(system.ask())
-            while not other.asked:
-                await asyncio.sleep(0.005)
+        async with hanging(tmp_path) as (system, other, asked):
             asked.cancel()
             await other.left.wait()
             assert not system.seen

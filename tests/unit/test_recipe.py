@@ -98,6 +98,10 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL + "optimizer: {lrr: 1}\n", [":7", "'optimizer.lrr'", "'optimizer.lr'"]),
         (MINIMAL + "lr: 1\n", [":7", "unknown key 'lr'", "'optimizer.lr'"]),
         (
+            MINIMAL.replace("model:", "modell:"),
+            [":3: unknown key 'modell' (and 1 more)", "did you mean 'model'?"],
+        ),
+        (
             SUPERVISED + "  data: [{path: a.jsonl}, {pat: b.jsonl}]\n",
             [":6", "'sft.data.1.pat'", "'sft.data.1.path'"],
         ),
