@@ -23,7 +23,6 @@ successor. A server that the recipe names by address publishes nothing; it is as
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -55,6 +54,19 @@ class EnvServerDied(RoleError):
 
 class EnvServerError(RoleError):
     """The environment server is well but refused a request."""
+
+
+async def _is_well(client: EnvClient, timeout_s: float) -> bool:
+    """Whether the server answers in time.
+
+    verifiers' own limit is ``asyncio.wait_for``, which on Python 3.11 loses a cancellation that comes together with the
+    answer (python/cpython#86296): whoever closed us then would wait for ever.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await client.health(timeout=None)
+    except TimeoutError:
+        return False
 
 
 class EnvServerClient:
@@ -90,7 +102,8 @@ class EnvServerClient:
         if self._up.is_set():
             return
         try:
-            await asyncio.wait_for(self._up.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
         except TimeoutError:
             raise TimeoutWaitingError(
                 f"waited {timeout_s:.0f} s for the server of environment {self.environment.label}",
@@ -137,14 +150,13 @@ class EnvServerClient:
 
     async def health(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers now."""
-        return self._client is not None and await self._client.health(timeout_s)
+        return self._client is not None and await _is_well(self._client, timeout_s)
 
     async def close(self) -> None:
         """Stop watching and give up what is running."""
         if self._watcher is not None:
             self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
+            await asyncio.wait({self._watcher})
             self._watcher = None
         await self._disconnect()
 
@@ -180,7 +192,7 @@ class EnvServerClient:
         if self._asking is None:
             if now >= self._next_ask:
                 self._asked_at = now
-                self._asking = asyncio.create_task(self._client.health(self.health_s))
+                self._asking = asyncio.create_task(_is_well(self._client, self.health_s))
         elif self._asking.done():
             is_alive = self._asking.result() or self._heard_at > self._asked_at
             self._asking, self._next_ask = None, now + _HEALTH_EVERY_S
@@ -195,7 +207,7 @@ class EnvServerClient:
             if self._client is None:
                 missed = 0
                 await self._connect((address,), address)
-            elif await self._client.health(_HEALTH_TIMEOUT_S):
+            elif await _is_well(self._client, _HEALTH_TIMEOUT_S):
                 missed = 0
             elif (missed := missed + 1) >= _MISSED_HEALTHS:
                 await self._disconnect()
@@ -207,7 +219,7 @@ class EnvServerClient:
 
         client = EnvClient(url)
         try:
-            is_healthy = await client.health(_HEALTH_TIMEOUT_S)
+            is_healthy = await _is_well(client, _HEALTH_TIMEOUT_S)
         except asyncio.CancelledError:
             await client.close()
             raise

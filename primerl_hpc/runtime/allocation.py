@@ -180,7 +180,8 @@ async def run_slurm(
     except OSError as error:
         return 127, str(error)
     try:
-        output, _ = await asyncio.wait_for(child.communicate(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            output, _ = await child.communicate()
     except TimeoutError:
         child.kill()
         await child.wait()

@@ -97,11 +97,13 @@ class Preflight:
     async def _end(self, child: asyncio.subprocess.Process, hosts: list[str]) -> None:
         """A step whose nodes all answered ends by itself; another one is killed: srun takes SIGTERM for that."""
         try:
-            await asyncio.wait_for(child.wait(), END_S if self._have_answered(hosts) else 0.1)
+            async with asyncio.timeout(END_S if self._have_answered(hosts) else 0.1):
+                await child.wait()
         except TimeoutError:
             child.terminate()
             try:
-                await asyncio.wait_for(child.wait(), END_S)
+                async with asyncio.timeout(END_S):
+                    await child.wait()
             except TimeoutError:
                 child.kill()
                 await child.wait()

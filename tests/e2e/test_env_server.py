@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -222,6 +223,22 @@ def test_a_server_by_address_is_used_without_being_published(serving: Serving) -
             assert (await rollouts.run()).ok
         finally:
             await rollouts.client.close()
+
+    asyncio.run(check())
+
+
+def test_closing_ends_though_an_answer_comes_at_that_moment(serving: Serving) -> None:
+    async def check() -> None:
+        rollouts = Rollouts(serving)
+        environment = rollouts.environment.model_copy(update={"address": serving.url("env_server-0")})
+        client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02)
+        await client.wait_ready(120)
+        questions = client._client._pending  # verifiers keeps them by request
+        while not questions:
+            await asyncio.sleep(0)
+        next(iter(questions.values())).set_result(msgpack.packb({"success": True}))
+        async with asyncio.timeout(10):
+            await client.close()
 
     asyncio.run(check())
 
