@@ -186,9 +186,6 @@ class RunDir:
         """``{"version": n}``: the policy version that engines serve now; written by the orchestrator."""
         return self.control / "live_version.json"
 
-    def heartbeat(self, process: str) -> Path:
-        return self.control / "heartbeats" / f"{process}.json"
-
     # -- logs and metrics --------------------------------------------------------------------------------------
     def attempt_logs(self, attempt: int) -> Path:
         return self.root / "logs" / f"attempt_{attempt}"

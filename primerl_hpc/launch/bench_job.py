@@ -29,6 +29,7 @@ from primerl_hpc.observe.follow import POLL_S, Follower
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import last_words, real_state
 from primerl_hpc.plan.types import Plan
+from primerl_hpc.runtime.requeue import CANCEL
 
 SUPERVISOR_ENDS_S, SLURM_ENDS_S = 30.0, 120.0
 """How long a job has to end: on request by itself, then at SLURM's hands (which waits 30 s before it kills)."""
@@ -112,20 +113,13 @@ def _fault(run: RunDir, job: str, state: RunState, message: str | None, fact: Jo
 
 def _end(run: RunDir, job: str) -> None:
     """Until SLURM says that the job is over: by its supervisor, which takes seconds, or by SLURM; a warning when neither helps."""
-
-    def is_over() -> bool:
-        if is_job_over(job):
-            return True
-        # again and again: a supervisor that starts only now forgets earlier requests
-        write_json(run.stop_request, {"reason": "cancel", "now": True})
-        return False
-
+    if is_job_over(job):
+        return
+    write_json(run.stop_request, {"reason": CANCEL, "now": True})
     for options, patience_s in ((("--state=PENDING",), SUPERVISOR_ENDS_S), ((), SLURM_ENDS_S)):
-        if is_over():
-            return
         with contextlib.suppress(SchedulerError):
             drop_jobs([*options, job])
         with contextlib.suppress(TimeoutWaitingError):
-            wait_until(is_over, what=job, timeout_s=patience_s, poll_s=0.5, poll_max_s=2.0)
+            wait_until(lambda: is_job_over(job), what=job, timeout_s=patience_s, poll_s=0.5, poll_max_s=2.0)
             return
     print(f"warning: job {job} has not ended yet; look at it: squeue --jobs={job}", file=sys.stderr)

@@ -14,6 +14,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.launch.chain import drop_jobs
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import take_snapshot
+from primerl_hpc.runtime.requeue import CANCEL
 
 WAIT_S = 900.0
 
@@ -36,7 +37,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
         attempt = max(earlier.get("attempt", 0), job.get("attempt", 0))
         write_json(run.state, {**earlier, "state": RunState.CANCELLED.value, "attempt": attempt})
     else:
-        write_json(run.stop_request, {"reason": "cancel", "now": now})
+        write_json(run.stop_request, {"reason": CANCEL, "now": now})
     if wait:
         wait_until(lambda: look().state.is_final, what=f"{run.root.name} to end", timeout_s=WAIT_S)
     return look().state

@@ -16,6 +16,7 @@ from primerl_hpc.common.lock import is_owner_alive, is_owner_over
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.registry import register_run
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.launch.after import (
     after_of,
     check_after,
@@ -39,6 +40,7 @@ from primerl_hpc.launch.prepare import (
 )
 from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.observe.slurm import JobWatcher
+from primerl_hpc.observe.snapshot import is_of_job
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.after_schema import After
 from primerl_hpc.recipe.load import LoadedRecipe
@@ -159,15 +161,24 @@ def check_not_running(run: RunDir) -> None:
     owner = read_json_or_none(run.supervisor_lock)
     if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
         raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
-    job = read_json_or_none(run.job) or {}
-    own, facts = job.get("links") or [job.get("job_id")], JobWatcher().facts_of([run])
-    waiting = [link for link in own if link in facts and facts[link].is_waiting]
-    if waiting:
-        raise OccupiedError(
-            f"job {waiting[0]} of this run waits in the queue",
-            place=str(run.root),
-            mend=f"to start it anew: primerl-hpc cancel {run.root.name}",
-        )
+    job, state = read_json_or_none(run.job) or {}, read_json_or_none(run.state) or {}
+    facts = JobWatcher().facts_of([run])
+    for link in job.get("links") or [job.get("job_id")]:
+        if (does := _holds(facts.get(link), is_told=is_of_job(state, job))) is not None:
+            raise OccupiedError(
+                f"job {link} of this run {does}",
+                place=str(run.root),
+                mend=f"to start it anew: primerl-hpc cancel {run.root.name}",
+            )
+
+
+def _holds(fact: JobFact | None, *, is_told: bool) -> str | None:
+    """What a job does that will work on its run. ``is_told``: its supervisor has begun, so the lock tells of it."""
+    if fact is not None and fact.is_waiting:
+        return "waits in the queue"
+    if fact is not None and fact.state == "SUSPENDED":
+        return "is suspended"
+    return "is starting" if fact is not None and fact.state == "RUNNING" and not is_told else None
 
 
 def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitted:
@@ -175,6 +186,7 @@ def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitt
     # known before the job can start: which attempt it will be tells its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
     facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}
+    run.stop_request.unlink(missing_ok=True)  # an earlier wish, which this one overrules
     if plan.scheduler == "local":
         job = submit_script(run, local_script(run, plan), plan.scheduler)
         write_json(run.job, {**job, **facts, "after": note_local_after(run, plan, job)})

@@ -28,12 +28,25 @@ class EnvServerPool:
 
     async def run(self, *rollout: Any, **more: Any) -> WireEpisode:
         """As `EnvServerClient.run`: it takes what that takes, and raises what that raises."""
+        await self._until_one_is_up()
         server = min(self.clients, key=lambda each: (not each.is_up, self._running[each.process]))
         self._running[server.process] += 1
         try:
             return await server.run(*rollout, **more)
         finally:
             self._running[server.process] -= 1
+
+    async def _until_one_is_up(self) -> None:
+        """Nobody is bound to one of several dead servers. Where none comes in time the rollout finds out by itself."""
+        if any(client.is_up for client in self.clients):
+            return
+        first = [asyncio.create_task(each.wait_ready(each.restart_timeout_s)) for each in self.clients]
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in first:
+                each.cancel()
+            await asyncio.gather(*first, return_exceptions=True)
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self.clients))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import ProcessPlan
@@ -115,6 +116,15 @@ def find_cause(
     if raised is not None:
         return Cause(raised["rank"], exit_code, signal, raised["message"])
     return Cause(summary.rank if summary else None, exit_code, signal, _last_words(lines))
+
+
+def effective_code(run: RunDir, process: ProcessPlan, status: ExitStatus) -> int:
+    """torchrun ends with 0 or 1, whatever its ranks say; they leave their own words."""
+    outcome = read_json_or_none(run.outcome(process.name)) or {}
+    if status.code == 0 and outcome.get("outcome") == "stopped":
+        return ExitCode.STOPPED
+    error = read_json_or_none(run.error(process.name)) or {}
+    return int(error.get("exit_code", status.code)) if status.code == 1 else status.code
 
 
 def write_failure(run: RunDir, failure: dict[str, Any]) -> None:

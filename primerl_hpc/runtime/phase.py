@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import is_there, read_json_or_none, read_jsonl, write_json
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.common.rundir import forget_endpoints, read_endpoint
+from primerl_hpc.common.rundir import read_endpoint
 from primerl_hpc.plan.types import OnExit, PhasePlan, ProcessPlan
 from primerl_hpc.runtime.elastic import ElasticEngines
 from primerl_hpc.runtime.failures import (
     describe_failure,
+    effective_code,
     forget_earlier_words,
     log_sizes,
-    supervisor_failure,
     write_failure,
 )
 from primerl_hpc.runtime.policy import Action, Decision, PhasePolicy
@@ -35,6 +36,8 @@ from primerl_hpc.runtime.watchdog import HealthWatch, StallClock, suspect
 if TYPE_CHECKING:
     from primerl_hpc.runtime.supervisor import Supervisor
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.25
 TERM_BUDGET_S = 20.0
 """After SIGTERM a scheduler kills within its KillWait (30 s by default); a save must fit in this."""
@@ -44,6 +47,8 @@ LOOK_EVERY_S = 1.0
 """Between two looks at what hangs, each some questions to a shared filesystem."""
 STACKS_S = 1.0
 """For a hung process to write its stacks down before it is killed."""
+FALTERS_S = 60.0
+"""How long the run directory may answer with errors before that ends the run."""
 TEARDOWN_S = 8.0
 """From the first SIGTERM of a teardown to SIGKILL; guards kill their trees after 5 s themselves."""
 
@@ -73,7 +78,6 @@ class Running:
     """Where this life runs; empty outside SLURM."""
     written: dict[Path, int] = field(default_factory=dict)
     """Sizes of its logs when this life began."""
-    exit: ExitStatus | None = field(default=None)
 
 
 class PhaseRun:
@@ -104,7 +108,7 @@ class PhaseRun:
                 await self._start(each)
             return await self._watch()
         except SchedulerError as error:
-            self._write_launch_failure(error)
+            self.supervisor.write_own_failure("a process could not be started", str(error), error.exit_code)
             return PhaseEnd.FAILED
         finally:
             health.cancel()
@@ -124,7 +128,7 @@ class PhaseRun:
         each.step = self.supervisor.make_step(each.launch)
         await each.step.start()
         each.waiter = asyncio.create_task(each.step.wait())
-        each.started_at, each.is_ready, each.exit, each.restart_at = time.monotonic(), False, None, None
+        each.started_at, each.is_ready, each.restart_at = time.monotonic(), False, None
         each.verdict = ""
         self.health.forget(process.name)
         self.supervisor.set_process(
@@ -139,46 +143,61 @@ class PhaseRun:
     # -- watching ------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> PhaseEnd:
+        falters_since: float | None = None
         while True:
             waiters = [each.waiter for each in self.running.values() if each.waiter is not None]
             if waiters:
                 await asyncio.wait(waiters, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             else:  # all that there is recovers
                 await asyncio.sleep(POLL_S)
-            for each in self.running.values():
-                if each.waiter is not None and each.waiter.done() and (end := await self._on_exit(each)):
+            try:
+                if end := await self._look_around():
                     return end
-            for each in self.running.values():
-                await self._look_after(each)
-            for name, change in self.elastic.changes():
-                self.supervisor.set_process(name, role=Role.INFERENCE.value, **change)
-                self.supervisor.record(
-                    f"engine_{change['state']}",
-                    process=name,
-                    incarnation=change["incarnation"],
-                    url=change["url"],
-                )
-            if time.monotonic() >= self.next_look:
-                self.next_look = time.monotonic() + LOOK_EVERY_S
-                await self._look_at_progress()
-                if self.stop_deadline is None and await self.walltime.is_due():
-                    self._ask_to_stop(WALLTIME)
-            if end := self._look_at_requests():
+                falters_since = None
+            except OSError as error:  # of a shared filesystem, for which nobody here is to blame
+                if falters_since is None:
+                    falters_since = time.monotonic()
+                    logger.warning("the run directory falters: %s", error)
+                if time.monotonic() - falters_since > FALTERS_S:
+                    raise
+                await asyncio.sleep(POLL_S)
+
+    async def _look_around(self) -> PhaseEnd | None:
+        """Who ended, is ready, hangs, joins or leaves; what is asked for."""
+        for each in self.running.values():
+            if each.waiter is not None and each.waiter.done() and (end := await self._on_exit(each)):
                 return end
+        for each in self.running.values():
+            await self._look_after(each)
+        for name, change in self.elastic.changes():
+            self.supervisor.set_process(name, role=Role.INFERENCE.value, **change)
+            self.supervisor.record(
+                f"engine_{change['state']}",
+                process=name,
+                incarnation=change["incarnation"],
+                url=change["url"],
+            )
+        if time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + LOOK_EVERY_S
+            await self._look_at_progress()
+            if self.stop_deadline is None and await self.walltime.is_due():
+                self._ask_to_stop(WALLTIME)
+        return self._look_at_requests()
 
     async def _on_exit(self, each: Running) -> PhaseEnd | None:
         assert each.waiter is not None and each.launch is not None
-        status, each.waiter, each.exit = each.waiter.result(), None, each.waiter.result()
-        name, code = each.process.name, self._effective_code(each.process, status)
-        forget_endpoints(self.run_dir, name)
+        name, status = each.process.name, each.waiter.result()
+        # reads before anything is changed: where they fail all this is tried again
+        code = effective_code(self.run_dir, each.process, status)
+        progress, step = self.run_dir.progress(), self._last_step()
+        each.waiter = None
+        self.supervisor.forget_endpoints(name)
         self.supervisor.set_process(name, state="exited", exit=str(status))
         self.supervisor.record("role_exited", process=name, status=str(status))
         is_lost = code != ExitCode.DONE and await self._has_lost_its_node(each)
         if is_lost and self.is_out_of_nodes and each.process.on_exit == OnExit.ENDS_PHASE:
             return PhaseEnd.ABANDONED
-        decision = self.policy.on_exit(
-            name, code, progress=self.run_dir.progress(), step=self._last_step(), is_lost=is_lost
-        )
+        decision = self.policy.on_exit(name, code, progress=progress, step=step, is_lost=is_lost)
         if decision.action in (Action.FAIL, Action.RECOVER) and self._was_taken_away(status):
             return PhaseEnd.ABANDONED
         match decision.action:
@@ -247,14 +266,6 @@ class PhaseRun:
         request = read_json_or_none(self.run_dir.stop_request) or {} if self.stop_deadline else {}
         is_taken = self.is_being_taken or request.get("reason") == "scheduler"
         return is_taken and status.signal in (signal.SIGTERM, signal.SIGKILL)
-
-    def _effective_code(self, process: ProcessPlan, status: ExitStatus) -> int:
-        """torchrun ends with 0 or 1, whatever its ranks say; they leave their own words."""
-        outcome = read_json_or_none(self.run_dir.outcome(process.name)) or {}
-        if status.code == 0 and outcome.get("outcome") == "stopped":
-            return ExitCode.STOPPED
-        error = read_json_or_none(self.run_dir.error(process.name)) or {}
-        return int(error.get("exit_code", status.code)) if status.code == 1 else status.code
 
     async def _look_after(self, each: Running) -> None:
         """Readiness, deadlines, restarts that are due or asked for."""
@@ -400,20 +411,8 @@ class PhaseRun:
                     await each.step.kill()
             await asyncio.wait(late, timeout=TEARDOWN_S)
         for each in alive:
-            forget_endpoints(self.run_dir, each.process.name)
+            self.supervisor.forget_endpoints(each.process.name)
             with contextlib.suppress(asyncio.InvalidStateError):
                 status = each.waiter.result() if each.waiter else None
                 self.supervisor.set_process(each.process.name, state="ended", exit=str(status))
             each.waiter = None
-
-    def _write_launch_failure(self, error: SchedulerError) -> None:
-        failure = supervisor_failure(
-            attempt=self.supervisor.attempt,
-            phase=self.phase.name,
-            process="supervisor",
-            node=socket.gethostname(),
-            exit_code=error.exit_code,
-            reason="a process could not be started",
-            message=str(error),
-        )
-        write_failure(self.run_dir, failure)

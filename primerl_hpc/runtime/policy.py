@@ -44,8 +44,6 @@ class PhasePolicy:
     phase: PhasePlan
     finished: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
-    restarts: dict[str, int] = field(default_factory=dict)
-    """Restarts of each process in this phase, for `status`."""
     recoveries: int = 0
     _recovered_at: int = -1
     """The last step that was finished before the last recovery."""
@@ -96,7 +94,6 @@ class PhasePolicy:
 
     def _restart(self, name: str, code: int, progress: int, is_lost: bool) -> Decision:
         if is_lost:
-            self.restarts[name] = self.restarts.get(name, 0) + 1
             return Decision(Action.RESTART)
         if code in FINAL:
             return Decision(
@@ -110,5 +107,4 @@ class PhasePolicy:
                 Action.FAIL, reason=f"{name} died {deaths + 1} times without a new step of the run in between"
             )
         self._budget[name] = (since, deaths + 1)
-        self.restarts[name] = self.restarts.get(name, 0) + 1
         return Decision(Action.RESTART, delay_s=0.5 * (4**deaths - 1))

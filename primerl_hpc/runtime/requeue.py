@@ -16,6 +16,8 @@ from primerl_hpc.runtime.allocation import run_slurm
 
 WALLTIME = "walltime"
 """The reason in control/stop of a run that must save before its job ends, whoever saw it first."""
+CANCEL = "cancel"
+"""The reason in control/stop of a run that people want to end."""
 EXCLUDE_TRIES, EXCLUDE_PAUSE_S = 20, 0.2
 
 
@@ -28,7 +30,7 @@ def why_not_again(
     another link of its chain waits in the queue.
     """
     if signal.SIGTERM in signals or signal.SIGINT in signals:
-        if not is_followed or request.get("reason") == "cancel":
+        if not is_followed or request.get("reason") == CANCEL:
             return ""  # cancelled; or SLURM itself requeues
         if request.get("reason") != WALLTIME:
             return None  # this link was cancelled, not the run

@@ -88,7 +88,3 @@ class Step(Protocol):
 
     async def kill(self) -> None:
         """End it now, with everything below it. Safe to call twice."""
-
-
-class StepFactory(Protocol):
-    def __call__(self, launch: Launch) -> Step: ...

@@ -24,17 +24,19 @@ from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError
 from primerl_hpc.common.events import record_event
-from primerl_hpc.common.files import read_json_or_none, write_json, write_text
+from primerl_hpc.common.files import is_there, read_json_or_none, write_json, write_text
 from primerl_hpc.common.lock import TOUCH_EVERY_S, SupervisorLock
 from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
-from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key
+from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key, forget_endpoints
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
 from primerl_hpc.runtime.allocation import came_together, read_allocation, run_slurm, seconds_left
-from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, descendants_of, prctl, signal_all
+from primerl_hpc.runtime.failures import supervisor_failure, write_failure
+from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, end_descendants, prctl
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.nodes import Nodes
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
+from primerl_hpc.runtime.requeue import CANCEL, WALLTIME
 from primerl_hpc.runtime.reserve import FULL, Reserve
 from primerl_hpc.runtime.srun_step import SrunStep
 from primerl_hpc.runtime.steps import Launch, Step
@@ -64,17 +66,23 @@ class Supervisor:
         self.has_finished_a_phase = False
         self.signals: set[int] = set()
         self.is_closing = False
+        self.is_taken_over = False
+        """The lock is another supervisor's: the run directory is no longer ours to write."""
+        self.main: asyncio.Task[Any] | None = None
 
     # -- one attempt ---------------------------------------------------------------------------------------------
 
     async def run(self) -> ExitCode:
         self.lock.acquire()
-        heartbeat = asyncio.create_task(self._keep_lock_alive(asyncio.current_task()))
+        self.main = asyncio.current_task()
+        heartbeat = asyncio.create_task(self._keep_lock_alive())
         try:
             if (code := await self.succession.begin()) is not None:
                 return code
             self._install_signal_handlers()
             self._open_attempt()
+            if is_there(self.run_dir.stop_request):
+                return await self._end_before_start()
             await self._read_allocation()
             if self.nodes is not None and not await came_together(self.nodes.allocation):
                 self.is_closing = True
@@ -84,14 +92,23 @@ class Supervisor:
                 return await self._give_nodes_back(self.nodes)
             return await self._run_phases()
         except asyncio.CancelledError:
+            if not self.is_taken_over:  # a signal before the first phase
+                return await self._end_before_start()
             raise OccupiedError(
                 "another supervisor took this run directory over", place=str(self.run_dir.root)
             ) from None
+        except PrimerlError:
+            raise
+        except Exception as error:
+            if not self.state:
+                raise
+            return await self._fail_by_ourselves(error)
         finally:
             await self._drop_waiting_engines()
             heartbeat.cancel()
-            self._end_strays()
-            self.reserve.release()
+            end_descendants(grace_s=0.0)  # orphans whose guard was killed came to us: we are their subreaper
+            if not self.is_taken_over:
+                self.reserve.release()
             self.lock.release()
             # one that comes now finds a loop that is being closed; how we end is decided
             signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -103,18 +120,31 @@ class Supervisor:
             resumed = self.resumed_from = self.prepare_phase(phase)
             self.state.setdefault("began", {"phase": phase.name, "step": resumed})
             self.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
-            self._event("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
+            self.record("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
             self.current = PhaseRun(self, phase)
             end = await self.current.run()
             if end != PhaseEnd.DONE:
                 self.is_closing = True
                 return await self._close(end, self.run_dir.phase(phase.name).latest_checkpoint() or 0)
             self.has_finished_a_phase = True
-            self._event("phase_done", phase=phase.name)
+            self.record("phase_done", phase=phase.name)
         await self.succession.end()
         self.set_state(RunState.DONE)
-        self._event("run_done")
+        self.record("run_done")
         return ExitCode.DONE
+
+    async def _end_before_start(self) -> ExitCode:
+        """People, or the scheduler, want the end before anything has begun."""
+        self.is_closing = True
+        return await self._close(PhaseEnd.ABANDONED, (self.begins() or {"step": 0})["step"])
+
+    async def _fail_by_ourselves(self, error: Exception) -> ExitCode:
+        """What nobody foresaw is told like any other fault."""
+        log.exception("the supervisor failed")
+        self.is_closing = True
+        told = f"{type(error).__name__}: {error}"
+        self.write_own_failure("the supervisor failed", told, ExitCode.FAILED)
+        return await self._close(PhaseEnd.FAILED, (self.begins() or {"step": 0})["step"])
 
     async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
         reason = await self.succession.hand_over(end, saved) if self.nodes is not None else ""
@@ -122,16 +152,17 @@ class Supervisor:
             codes = {PhaseEnd.STOPPED: ExitCode.STOPPED, PhaseEnd.ABANDONED: ExitCode.PREEMPTED}
             return codes.get(end, ExitCode.FAILED)
         await self.succession.end()
+        self.run_dir.stop_request.unlink(missing_ok=True)  # served
         self.state["message"] = reason or None
         if end == PhaseEnd.ABANDONED and self.current is not None and self.current.is_out_of_nodes:
             return self._fail(reason)
         if end == PhaseEnd.ABANDONED and not reason:  # people asked for it
             self.set_state(RunState.CANCELLED)
-            self._event("run_cancelled")
+            self.record("run_cancelled")
             return ExitCode.PREEMPTED
         if end in (PhaseEnd.STOPPED, PhaseEnd.ABANDONED):
             self.set_state(RunState.STOPPED)
-            self._event("run_stopped")
+            self.record("run_stopped")
             return ExitCode.STOPPED if end == PhaseEnd.STOPPED else ExitCode.PREEMPTED
         return self._fail(reason)
 
@@ -139,7 +170,7 @@ class Supervisor:
         failure = read_json_or_none(self.run_dir.failure) or {}
         message = reason or failure.get("message")
         self.set_state(RunState.FAILED, message=message)
-        self._event("run_failed", process=failure.get("process"), message=message)
+        self.record("run_failed", process=failure.get("process"), message=message)
         code = failure.get("exit_code")
         keeps = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE, ExitCode.BAD_NODE)
         return ExitCode(code) if code in keeps else ExitCode.FAILED
@@ -151,13 +182,13 @@ class Supervisor:
             if await self.succession.go_back_into_the_queue(saved) is None:
                 return ExitCode.BAD_NODE
         else:
-            self._event("nodes_bad_again", nodes=sorted(nodes.excluded))
+            self.record("nodes_bad_again", nodes=sorted(nodes.excluded))
         await self.succession.end()
         return self._fail()
 
     async def _come_back_whole(self) -> ExitCode:
         """This component of a heterogeneous job was lost and came back alone: the whole job goes into the queue again."""
-        self._event("came_back_alone", host=self.state["host"])
+        self.record("came_back_alone", host=self.state["host"])
         reason = await self.succession.go_back_into_the_queue((self.begins() or {"step": 0})["step"])
         if reason is None:
             return ExitCode.PREEMPTED
@@ -174,8 +205,11 @@ class Supervisor:
             run.latest_logs.unlink()
         run.latest_logs.symlink_to(logs.name)
         run.failure.unlink(missing_ok=True)
-        requests = (run.stop_request, run.checkpoint_request, run.full_weights_request)
-        for left in (*requests, run.live_version):
+        if (read_json_or_none(run.stop_request) or {}).get(
+            "reason"
+        ) != CANCEL:  # that one nobody has served yet
+            run.stop_request.unlink(missing_ok=True)
+        for left in (run.checkpoint_request, run.full_weights_request, run.live_version):
             left.unlink(missing_ok=True)  # of an earlier life
         for stale in ("endpoints", "errors", "outcomes", "restart_requests", "broadcast"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
@@ -193,7 +227,7 @@ class Supervisor:
             "processes": {},
         }
         self.set_state(RunState.STARTING)
-        self._event(
+        self.record(
             "attempt_started", attempt=self.attempt, host=self.state["host"], job=self.state["job_id"]
         )
 
@@ -269,6 +303,8 @@ class Supervisor:
 
         The run then ends by the fault of the role that needs the space, not by ours.
         """
+        if self.is_taken_over:
+            return
         try:
             write()
         except OSError as error:
@@ -279,16 +315,31 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     write()
 
+    def write_own_failure(self, reason: str, message: str, code: ExitCode) -> None:
+        failure = supervisor_failure(
+            attempt=self.attempt,
+            phase=self.state.get("phase"),
+            process="supervisor",
+            node=socket.gethostname(),
+            exit_code=code,
+            reason=reason,
+            message=message,
+        )
+        self.write(lambda: write_failure(self.run_dir, failure), is_vital=True)
+
+    def forget_endpoints(self, process: str) -> None:
+        """Of a process of ours that has ended; a successor of this supervisor has processes of the same names."""
+        if self._is_owner():
+            forget_endpoints(self.run_dir, process)
+
     def set_stopping(self) -> None:
         self.set_state(RunState.STOPPING)
 
-    def _event(self, event: str, **details: Any) -> None:
+    def record(self, event: str, **details: Any) -> None:
         self.write(lambda: record_event(self.run_dir, event, **details))
         log.info(
             "%s %s", event, " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
         )
-
-    record = _event
 
     # -- signals, heartbeat, strays -------------------------------------------------------------------------------------
 
@@ -300,28 +351,29 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal went away; the run stays
 
     def _on_signal(self, number: int) -> None:
-        self._event("signal", signal=signal.Signals(number).name)
+        self.record("signal", signal=signal.Signals(number).name)
         self.signals.add(number)
         if self.is_closing:
             return
         if self.current is not None:
             self.current.on_signal(number)
-        else:
-            raise SystemExit(ExitCode.PREEMPTED)
+        elif self.main is not None:
+            if number == signal.SIGUSR2:
+                self.write(lambda: write_json(self.run_dir.stop_request, {"reason": WALLTIME}), is_vital=True)
+            self.main.cancel()
 
-    async def _keep_lock_alive(self, main: asyncio.Task[Any] | None) -> None:
-        while True:
+    async def _keep_lock_alive(self) -> None:
+        assert self.main is not None
+        while self._is_owner():
             await asyncio.sleep(TOUCH_EVERY_S)
-            if not self.lock.touch() and main is not None:
-                main.cancel()
-                return
+        self.main.cancel()
 
-    def _end_strays(self) -> None:
-        """Orphans whose guard was killed came to us (we are their subreaper)."""
-        signal_all(descendants_of(os.getpid()), signal.SIGKILL)
-        for pid in children_of(os.getpid()):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+    def _is_owner(self) -> bool:
+        """Says that we live, and finds out whether the run directory is still ours."""
+        if not self.is_taken_over:
+            with contextlib.suppress(OSError):  # a filesystem that falters says nothing of the lock
+                self.is_taken_over = not self.lock.touch()
+        return not self.is_taken_over
 
 
 def is_phase_done(run: RunDir, phase: PhasePlan) -> bool:

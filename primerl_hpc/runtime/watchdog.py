@@ -81,7 +81,8 @@ class HealthWatch:
 
     async def watch(self) -> None:
         while True:
-            await asyncio.gather(*(self._ask(process) for process in self.processes))
+            with contextlib.suppress(OSError):  # of the run directory: it says nothing of the servers
+                await asyncio.gather(*(self._ask(process) for process in self.processes))
             await asyncio.sleep(min(ASK_EVERY_S, self.limit_s / 4))
 
     async def _ask(self, process: str) -> None:

@@ -250,8 +250,7 @@ def test_a_server_that_joins_its_pool_late_takes_its_share(serving: Serving) -> 
         rollouts.client = pool = EnvServerPool([late, rollouts.client])
         all_ready = asyncio.create_task(pool.wait_ready(120))
         try:
-            await pool.clients[1].wait_ready(120)
-            assert (await rollouts.run()).ok and not late.is_up
+            assert (await rollouts.run()).ok and not late.is_up  # it waited for whichever comes first
             publish_endpoint(serving.run, "env_server-9", serving.url("env_server-0"))
             await all_ready
             started = await rollouts.stuck(rollouts.run(0), rollouts.run(1))

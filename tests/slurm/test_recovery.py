@@ -96,6 +96,21 @@ def test_too_few_good_nodes_end_the_run_with_94_and_name_node_and_check(
     assert not toy.events("role_started")
 
 
+def test_a_signal_during_the_preflight_ends_the_run_with_its_own_reason(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
+    toy = add_roles(new_toy(), SAY)
+    toy.plan_changes = {"preflight": preflight(health_checks=("sleep 60",))}
+    toy.submit()
+    wait_for(lambda: toy.events("attempt_started"), "its supervisor", tell=toy.words)
+    subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
+    toy.wait_for_state(RunState.STOPPED)
+    toy.assert_nothing_is_left()
+    state = read_json(toy.run.state)
+    assert "the walltime ended before a new checkpoint" in state["message"]
+    assert not toy.events("role_started") and "took this run directory over" not in toy.words()
+
+
 # -- nodes that are lost later ----------------------------------------------------------------------------------------
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.errors import ExitCode, OccupiedError
 from primerl_hpc.common.files import read_json, read_json_or_none, read_jsonl, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import JobFact
+from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.observe.diagnose import diagnose, tell
+from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import take_snapshot
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.runtime.guard import descendants_of
@@ -386,6 +389,67 @@ def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: T
     assert os.readlink(toy.run.latest_logs) == "attempt_2"
 
 
+def test_a_cancel_that_comes_before_the_supervisor_is_kept_and_a_later_resume_goes_on(toy: Toy) -> None:
+    toy.add(Role.TRAINER, "print('trained')", OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, "print('orchestrated')", OnExit.ENDS_PHASE)
+    write_json(toy.run.stop_request, {"reason": "cancel", "now": False})
+    toy.start()
+    assert toy.end() == ExitCode.PREEMPTED
+    assert take_snapshot(toy.run).state == RunState.CANCELLED and not toy.events("role_started")
+    toy.start()
+    assert toy.end() == ExitCode.DONE
+
+
+def test_a_supervisor_that_was_taken_over_leaves_its_successor_alone(toy: Toy) -> None:
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    theirs = {
+        toy.run.supervisor_lock: {"host": "elsewhere", "pid": 1, "job": None},
+        toy.run.state: {"attempt": 2, "state": "running"},
+        toy.run.endpoint("inference-0"): {"attempt": 2, "incarnation": 0, "url": "http://127.0.0.1:2"},
+    }
+    for path, content in theirs.items():
+        write_json(path, content)
+    assert toy.end() == ExitCode.OCCUPIED
+    assert {path: read_json_or_none(path) for path in theirs} == theirs and toy.run.reserve.exists()
+
+
+def test_a_fault_of_the_supervisor_is_told_like_any_other(toy: Toy) -> None:
+    code = """
+    import sys
+    from pathlib import Path
+    metrics = Path(sys.argv[1]) / "metrics"
+    metrics.mkdir(exist_ok=True)
+    (metrics / "trainer.jsonl").write_text('{"attempt": 1}\\n')
+    """
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.FAILED
+    failure = read_json(toy.run.failure)
+    assert (failure["process"], failure["message"]) == ("supervisor", "KeyError: 'step'")
+    assert take_snapshot(toy.run).state == RunState.FAILED and not toy.run.endpoint("inference-0").exists()
+
+
+def test_a_filesystem_that_falters_for_a_moment_ends_nothing(toy: Toy) -> None:
+    code = """
+    import sys, time
+    from pathlib import Path
+    metrics = Path(sys.argv[1]) / "metrics"
+    metrics.mkdir(exist_ok=True)
+    (metrics / "x.jsonl").symlink_to("nowhere")  # its size is an OSError
+    time.sleep(2)
+    (metrics / "x.jsonl").unlink()
+    """
+    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, "print('orchestrated')", OnExit.ENDS_PHASE)
+    toy.start()
+    assert toy.end() == ExitCode.DONE
+    assert toy.supervisor.stderr.read().count("the run directory falters") == 1
+
+
 def test_a_second_supervisor_on_the_run_directory_is_refused(toy: Toy) -> None:
     toy.add(Role.TRAINER, UNTIL_STOPPED, OnExit.ENDS_PHASE)
     toy.start()
@@ -412,6 +476,29 @@ def test_a_run_of_another_plan_version_is_refused_in_one_sentence(toy: Toy) -> N
     )
     assert done.returncode == ExitCode.DATA and done.stderr.count("\n") == 1
     assert read_json_or_none(toy.run.state) is None
+
+
+@pytest.mark.parametrize(
+    "state, attempt, word",
+    [
+        ("PENDING", 2, "waits"),
+        ("RUNNING", 1, "is starting"),
+        ("RUNNING", 2, None),
+        ("SUSPENDED", 2, "is suspended"),
+    ],
+)
+def test_a_run_whose_job_will_work_on_it_is_not_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, attempt: int, word: str | None
+) -> None:
+    """``attempt``: of the state that is written; the job is for the second one."""
+    run = RunDir(tmp_path / "run")
+    write_json(run.state, {"state": "running", "attempt": attempt})
+    write_json(run.job, {"scheduler": "slurm", "job_id": "7", "attempt": 2})
+    monkeypatch.setattr(JobWatcher, "facts_of", lambda self, runs: {"7": JobFact("7", state)})
+    if word is None:
+        return check_not_running(run)
+    with pytest.raises(OccupiedError, match=f"job 7 of this run {word}"):
+        check_not_running(run)
 
 
 def test_a_resumed_run_is_submitted_and_not_what_its_dead_attempt_wrote(tmp_path: Path) -> None:
