@@ -38,9 +38,9 @@ def command(recipe: str, profile_name: str | None, overrides: tuple[str, ...], a
 def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
     """When SLURM would start it, or why it would refuse; None where SLURM is not here or does not say in time."""
     from primerl_hpc.common.errors import SchedulerError
+    from primerl_hpc.common.sbatch import UnansweredError
     from primerl_hpc.launch.estimate import estimate_start
     from primerl_hpc.launch.prepare import make_script
-    from primerl_hpc.launch.sbatch import UnansweredError
 
     if plan.scheduler != "slurm" or shutil.which("sbatch") is None:
         return None

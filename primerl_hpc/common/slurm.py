@@ -27,6 +27,16 @@ NO_ADDRESS = re.compile(
 )
 """What SLURM's commands print where the controller's host name does not resolve."""
 
+UNANSWERED = re.compile(
+    "Socket timed out|Unable to contact slurm controller|Resource temporarily unavailable|Zero Bytes were transmitted"
+    "|Connection (refused|reset|timed out)|Transport endpoint is not connected|Broken pipe|in standby mode"
+    "|Failed to send entire message|Communication (connection|shutdown) failure|Unexpected missing socket"
+    "|Unable to create job record, try again|try again (later|in a bit)|temporarily unable to accept job"
+    "|Message (send|receive) failure|No route to host|Network is unreachable",
+    re.IGNORECASE,
+)
+"""What SLURM's commands print when the controller did not answer: it may have done what was asked."""
+
 ENDED = frozenset(
     (
         "BOOT_FAIL",

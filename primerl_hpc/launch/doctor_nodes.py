@@ -19,11 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.sbatch import directives_of
 from primerl_hpc.launch.finding import Finding
 from primerl_hpc.launch.prepare import package_root, runs_folder
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
-from primerl_hpc.render.lint import directives_of
 from primerl_hpc.runtime import node_checks
 
 QUEUE_S = 300

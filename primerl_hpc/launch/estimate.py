@@ -10,9 +10,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from primerl_hpc.common.sbatch import UnansweredError, directives_of, submission_environ
 from primerl_hpc.launch.refusals import explain_refusal
-from primerl_hpc.launch.sbatch import UnansweredError, submission_environ
-from primerl_hpc.render.lint import directives_of
 
 _SAYS = re.compile(r"to start at (\S+) using (\d+) processors on (?:nodes )?(\S+) in partition (\S+)")
 

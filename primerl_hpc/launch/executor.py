@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,9 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from primerl_hpc.common.errors import OccupiedError, SchedulerError
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.sbatch import find_jobs
 from primerl_hpc.common.slurm import is_job_over
-from primerl_hpc.launch.sbatch import UnansweredError, find_jobs, submit_once
+from primerl_hpc.launch.sbatch import submit_copy
 
 _YEAR_MIN = 60 * 24 * 365
 
@@ -42,21 +42,11 @@ class SlurmRunExecutor(SlurmExecutor):
 
         A submission file that has no job id in its name yet is one whose fate was not learned: its job is looked for.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         for unsure in sorted(self.folder.glob(".submission_file_*.sh")):
             jobs = [] if unsure.is_symlink() else find_jobs(unsure)
             if alive := [job for job in jobs if not is_job_over(job)]:
                 return self._adopt(alive[0], unsure)
-        submission = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
-        submission.write_text(self.script.read_text())
-        try:
-            job_id = submit_once(submission, self.options, say=_say)
-        except UnansweredError:
-            raise
-        except SchedulerError:
-            submission.unlink()
-            raise
-        return self._job(job_id, submission)
+        return self._job(*submit_copy(self.script, self.folder, self.options, say=_say))
 
     def _adopt(self, job_id: str, submission: Path) -> Any:
         if self.options:  # a link of a chain has its own place in it

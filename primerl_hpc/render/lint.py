@@ -7,7 +7,6 @@ warnings_of(script)                          # ["the supervisor is not started w
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 
@@ -29,19 +28,6 @@ def check_script(script: str, *, place: str) -> None:
         )
     _check_directives(lines, place)
     _check_syntax(script, lines, place)
-
-
-def directives_of(script: str) -> dict[str, str | None]:
-    """The options of a script's ``#SBATCH`` lines, as far as sbatch reads them; None for one without value."""
-    found: dict[str, str | None] = {}
-    for line in script.split("\n"):
-        if line.startswith("#SBATCH"):
-            for word in shlex.split(line.removeprefix("#SBATCH"), comments=True):
-                name, equals, value = word.removeprefix("--").partition("=")
-                found[name] = value if equals else None
-        elif line.strip() and not line.strip().startswith("#"):
-            break
-    return found
 
 
 def warnings_of(script: str) -> list[str]:

@@ -14,10 +14,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.slurm import UNANSWERED
 from primerl_hpc.plan.types import Plan
 
 ANSWER_S = 10.0
 """For a question that must not hold up a save."""
+NO_ANSWER = 124
+PATIENCE_S = 20.0
+"""How long a SLURM that does not answer is tried again when a job ends: all of it inside `walltime.RESERVE_S`."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def parse_time_left(text: str) -> float | None:
 async def run_slurm(
     *command: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> tuple[int, str]:
-    """Exit code (124: no answer in time) and everything a SLURM command printed. ``environment``: default, our own."""
+    """Exit code (`NO_ANSWER`: none in time) and everything a SLURM command printed. ``environment``: default, our own."""
     try:
         child = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
@@ -185,6 +190,19 @@ async def run_slurm(
     except TimeoutError:
         child.kill()
         await child.wait()
-        return 124, f"{command[0]} did not answer within {timeout_s} s"
+        return NO_ANSWER, f"{command[0]} did not answer within {timeout_s} s"
     # not strip(): it would take the separator behind an empty last field for white space
     return child.returncode or 0, output.decode(errors="replace").strip(" \n")
+
+
+async def insist(*command: str) -> tuple[int, str]:
+    """As `run_slurm`, tried again for `PATIENCE_S` while SLURM does not answer: for what may be done twice."""
+    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    while True:
+        left_s = max(1.0, deadline - time.monotonic())
+        code, said = await run_slurm(*command, timeout_s=min(ANSWER_S, left_s))
+        is_answered = code == 0 or (code != NO_ANSWER and not UNANSWERED.search(said))
+        if is_answered or time.monotonic() + pause_s > deadline:
+            return code, said
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)

@@ -12,12 +12,14 @@ import signal
 from collections.abc import Collection, Set
 from typing import Any
 
-from primerl_hpc.runtime.allocation import run_slurm
+from primerl_hpc.runtime.allocation import ANSWER_S, insist, run_slurm
 
 WALLTIME = "walltime"
 """The reason in control/stop of a run that must save before its job ends, whoever saw it first."""
 CANCEL = "cancel"
 """The reason in control/stop of a run that people want to end."""
+ALREADY_BACK = "Job is pending execution"
+"""What SLURM says to the second try when it had taken the first."""
 EXCLUDE_TRIES, EXCLUDE_PAUSE_S = 20, 0.2
 
 
@@ -48,9 +50,9 @@ async def requeue(job_id: str, without: Collection[str] = ()) -> str | None:
 
     ``without``: hosts that its next life shall not get, besides those that it excludes already.
     """
-    excluded = await excluded_hosts(job_id)
-    code, said = await run_slurm("scontrol", "requeue", job_id)
-    if code:
+    excluded = await excluded_hosts(job_id) if without else ""
+    code, said = await insist("scontrol", "requeue", job_id)
+    if code and ALREADY_BACK not in said:
         return said or f"scontrol ended with {code}"
     if without:
         await _exclude(job_id, excluded, without)
@@ -59,7 +61,9 @@ async def requeue(job_id: str, without: Collection[str] = ()) -> str | None:
 
 async def excluded_hosts(job_id: str) -> str:
     """In SLURM's own notation; empty for none."""
-    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%x")
+    code, said = await run_slurm(
+        "squeue", "--noheader", f"--jobs={job_id}", "--format=%x", timeout_s=ANSWER_S
+    )
     return said.strip() if code == 0 else ""
 
 
@@ -71,7 +75,7 @@ async def _exclude(job_id: str, before: str, more: Collection[str]) -> None:
     """
     hosts = ",".join(filter(None, [before, *sorted(more)]))
     for _ in range(EXCLUDE_TRIES):
-        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}")
+        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}", timeout_s=ANSWER_S)
         if await excluded_hosts(job_id) not in ("", before):
             return
         await asyncio.sleep(EXCLUDE_PAUSE_S)

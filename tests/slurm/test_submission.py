@@ -18,9 +18,9 @@ import pytest
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.sbatch import UnansweredError
 from primerl_hpc.common.slurm import ENDED, ask
 from primerl_hpc.common.yamldoc import dump_yaml
-from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.plan.types import OnExit
 from tests.slurm.virtual import SAY, Cluster, SlurmToy, run_cli, wait_for
 from tests.support import ROOT

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl_hpc.common.sbatch import directives_of, submission_environ
+from primerl_hpc.common.slurm import UNANSWERED
 from primerl_hpc.launch.refusals import explain_refusal
-from primerl_hpc.launch.sbatch import _UNANSWERED, submission_environ
 from primerl_hpc.render.engine import quote_directive
-from primerl_hpc.render.lint import directives_of
 from tests.sbatch import read_directives
 
 FAILED = "sbatch: error: Batch job submission failed: "
@@ -67,7 +67,7 @@ def test_every_refusal_is_one_sentence_with_the_value_that_was_refused(said: str
     error = explain_refusal(said, DIRECTIVES)
     assert SAID[said] in error.cause and "\n" not in str(error) and "{" not in str(error)
     assert error.mend or "Sundays" in said or not said
-    assert not _UNANSWERED.search(said), "it would be tried again"
+    assert not UNANSWERED.search(said), "it would be tried again"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_refusal_is_one_sentence_with_the_value_that_was_refused(said: str
     ],
 )
 def test_faults_of_the_transport_are_tried_again(said: str) -> None:
-    assert _UNANSWERED.search(said)
+    assert UNANSWERED.search(said)
 
 
 def test_a_shells_variables_override_nothing_and_a_sites_defaults_fill_what_the_script_leaves_open() -> None:

@@ -1,0 +1,141 @@
+"""Going on after the walltime while SLURM's controller is too busy to answer: tried again, and never two jobs.
+
+SLURM's commands are shell scripts here: the first call of each times out as SLURM's own do, before or after the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primerl_hpc.common.chain import Chain
+from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.runtime import allocation
+from primerl_hpc.runtime.chain import queue_next_link, waiting_links
+from primerl_hpc.runtime.requeue import requeue
+
+BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
+CHAIN = Chain(("1", "2"), is_until_done=True)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts commands by name before all others; their bodies know ``$call``. Returns the file with a line per call."""
+    monkeypatch.setattr(allocation, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("primerl_hpc.common.sbatch.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def make(**bodies: str) -> Path:
+        (tmp_path / "bin").mkdir()
+        calls = tmp_path / "calls"
+        for name, body in {"sacct": "exit 0", **bodies}.items():
+            command = tmp_path / "bin" / name
+            count = f'echo "{name} $*" >>{calls}; call=$(grep -c "^{name} " {calls})'
+            command.write_text(f"#!/bin/bash\n{count}\n{body}\n")
+            command.chmod(0o755)
+        return calls
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "second",
+    ["exit 0", 'echo "Job is pending execution for job 7" >&2; exit 1'],
+    ids=["not taken", "taken"],
+)
+def test_a_requeue_that_seems_to_time_out_is_asked_for_again(
+    commands: Callable[..., Path], second: str
+) -> None:
+    calls = commands(scontrol=f"[ $call = 1 ] && {BUSY}\n{second}", squeue="sleep 60")
+    assert asyncio.run(requeue("7")) is None
+    assert calls.read_text().splitlines() == ["scontrol requeue 7"] * 2  # and no question without use
+
+
+def test_a_refused_requeue_is_not_tried_again(commands: Callable[..., Path]) -> None:
+    calls = commands(scontrol='echo "Requested operation is presently disabled"; exit 1')
+    assert asyncio.run(requeue("7")) == "Requested operation is presently disabled"
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_a_slurm_that_stays_silent_is_given_up_in_time(
+    commands: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "ANSWER_S", 0.1)
+    monkeypatch.setattr(allocation, "PATIENCE_S", 0.3)
+    calls = commands(scontrol="exec sleep 60")
+    assert "did not answer" in (asyncio.run(requeue("7")) or "")
+    assert len(calls.read_text().splitlines()) > 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.launch.mkdir(parents=True)
+    (run.launch / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --nodes=1\ntrue\n")
+    write_json(run.job, {"job_id": "1", "links": ["1", "2"], "until_done": True})
+    return run
+
+
+@pytest.mark.parametrize(
+    "first, calls_of_sbatch",
+    [(BUSY, 2), (f"{{ take; {BUSY} }}", 1)],
+    ids=["not taken", "taken"],
+)
+def test_the_next_link_is_queued_once_though_sbatch_seems_to_time_out(
+    commands: Callable[..., Path],
+    run: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    calls_of_sbatch: int,
+) -> None:
+    queue = tmp_path / "queue"
+    queue.touch()
+    monkeypatch.setenv("SBATCH_PARTITION", "debug")
+    monkeypatch.setenv("SBATCH_NODES", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    calls = commands(
+        sbatch=(
+            f"env >{tmp_path}/environ\n"
+            f'take() {{ printf "%s\\x1f%s\\n" $((40 + call)) "$script" >>{queue}; }}; script="${{@: -1}}"\n'
+            f'[ $call = 1 ] && {first}\ntake; echo "Submitted batch job $((40 + call))"'
+        ),
+        squeue=f"[ $call = 1 ] && {BUSY}\ncat {queue}",
+    )
+    link, refused = asyncio.run(queue_next_link(run, CHAIN, "2"))
+    (queued,) = queue.read_text().splitlines()
+    assert queued.startswith(f"{link}\x1f") and refused == ""
+    assert read_json(run.job)["links"] == ["1", "2", link]
+    assert (run.launch / "submitit" / f"{link}_submission.sh").exists()
+    sbatch = [line for line in calls.read_text().splitlines() if line.startswith("sbatch ")]
+    assert len(sbatch) == calls_of_sbatch and all("--dependency=afterany:2 " in line for line in sbatch)
+    environ = (tmp_path / "environ").read_text()
+    assert "SBATCH_PARTITION=debug" in environ  # a default of the site, which the script leaves open
+    assert "SBATCH_NODES" not in environ and "SLURM_NTASKS" not in environ
+
+
+def test_a_link_whose_fate_stays_unknown_is_left_for_resume_to_find(
+    commands: Callable[..., Path], run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primerl_hpc.runtime.chain.PATIENCE_S", 0.2)
+    commands(sbatch=BUSY, squeue=BUSY)
+    link, words = asyncio.run(queue_next_link(run, CHAIN, "2"))
+    assert link is None and "did not say" in words
+    assert len(list((run.launch / "submitit").glob(".submission_file_*.sh"))) == 1
+    assert read_json(run.job)["links"] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "words, waiting",
+    [("Invalid job id specified", ()), ("Socket timed out on send/recv operation", ("2",))],
+)
+def test_a_link_that_slurm_has_forgotten_waits_no_more(
+    commands: Callable[..., Path], words: str, waiting: tuple[str, ...]
+) -> None:
+    commands(squeue=f'echo "slurm_load_jobs error: {words}" >&2; exit 1')
+    assert asyncio.run(waiting_links(Chain(("1", "2")), "1")) == waiting
