@@ -20,6 +20,7 @@ from isal import isal_zlib
 from primerl_hpc.common.errors import DataError, TimeoutWaitingError
 
 T = TypeVar("T")
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def fsync_dir(path: Path) -> None:
@@ -40,19 +41,28 @@ def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     Raises OSError (no space, quota, permissions) with the old file untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    temporary = _name_beside(path)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(temporary, data, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     fsync_dir(path.parent)
+
+
+def _name_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    """Raises FileExistsError when it is there."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:
@@ -135,16 +145,36 @@ def read_last_jsonl(path: Path, count: int, *, block_bytes: int = 1 << 16) -> li
 
 
 def create_exclusive(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """True when this call made the file; False when it was there. The one primitive for mutual exclusion."""
+    """True when this call made the file; False when it was there. The one primitive for mutual exclusion.
+
+    The file appears whole, but where the filesystem has no hard links: there it is empty for a moment.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _name_beside(path)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        _write_new(temporary, text.encode(), mode)
+        return _link(temporary, path)
+    except OSError as error:
+        if path.exists():  # the disk is full, and nothing needs to be written
+            return False
+        if error.errno not in _NO_LINKS:
+            raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    try:
+        _write_new(path, text.encode(), mode)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    return True
+
+
+def _link(existing: Path, path: Path) -> bool:
+    """False when ``path`` is there. NFS may say so of a link that it has just made: open(2), on O_EXCL."""
+    try:
+        os.link(existing, path)
+    except FileExistsError:
+        return existing.stat().st_nlink == 2
     return True
 
 

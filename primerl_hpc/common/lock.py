@@ -34,10 +34,11 @@ def process_start_time(pid: int) -> str | None:
 
 
 def is_owner_alive(owner: dict[str, Any] | None, path: Path) -> bool:
-    """Whether the supervisor that wrote this lock still runs, as far as this host can tell."""
-    if owner is None:
-        return False
-    if owner.get("host") == socket.gethostname():
+    """Whether the supervisor that wrote this lock still runs, as far as this host can tell.
+
+    ``owner`` None: a lock that cannot be read, which somebody may be writing right now.
+    """
+    if owner is not None and owner.get("host") == socket.gethostname():
         started = process_start_time(int(owner["pid"]))
         return started is not None and started == owner.get("started")
     try:
@@ -73,6 +74,8 @@ class SupervisorLock:
             if create_exclusive(self.path, json.dumps(self.mine)):
                 return
             owner = read_json_or_none(self.path)
+            if owner is None and not self.path.exists():
+                continue  # it was given back meanwhile
             is_gone = is_owner_over(owner, self.mine)
             if not is_gone and (is_owner_alive(owner, self.path) or self._is_touched(owner)):
                 who = f"pid {owner['pid']} on {owner['host']}" if owner else "somebody"
@@ -84,7 +87,7 @@ class SupervisorLock:
 
     def _is_touched(self, owner: dict[str, Any] | None) -> bool:
         """Whether an owner on another host shows itself within `WATCH_S`, by no clock but this process's own."""
-        if owner is None or owner.get("host") == socket.gethostname():
+        if owner is not None and owner.get("host") == socket.gethostname():
             return False
         before, deadline = self._touched_at(), time.monotonic() + WATCH_S
         while time.monotonic() < deadline:
@@ -103,8 +106,9 @@ class SupervisorLock:
         """Remove a dead owner's lock. Only one at a time may, or the second would remove the first's new lock."""
         breaker = self.path.with_name(f".{self.path.name}.breaking")
         if not create_exclusive(breaker, str(os.getpid())):
-            if time.time() - breaker.stat().st_mtime > STALE_AFTER_S:
-                breaker.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - breaker.stat().st_mtime > STALE_AFTER_S:
+                    breaker.unlink()
             time.sleep(0.2)
             return
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +152,77 @@ def test_a_second_supervisor_is_refused_and_a_dead_ones_lock_is_taken(tmp_path: 
     # a pid that was used again is not the old process
     lock.path.write_text(json.dumps({**owner, "started": "1"}))
     SupervisorLock(lock.path).acquire()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_supervisors_that_start_at_once_one_gets_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """The second one looks when the first has opened its file and not written it yet."""
+    path, fdopen, held = tmp_path / "supervisor.lock", os.fdopen, []
+
+    def start(name: str) -> None:
+        with contextlib.suppress(OccupiedError):
+            SupervisorLock(path).acquire()
+            held.append(name)
+
+    def second_comes_first(*args: Any) -> Any:
+        if has_links or path.exists():
+            monkeypatch.setattr(os, "fdopen", fdopen)
+            start("second")
+        return fdopen(*args)
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links")
+
+    monkeypatch.setattr(os, "fdopen", second_comes_first)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    start("first")
+    assert held == ["second" if has_links else "first"]
+    assert os.listdir(tmp_path) == ["supervisor.lock"] and json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_is_given_back_while_it_is_read_goes_to_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes when we look for its owner. Where we look again, another supervisor takes it right after that."""
+    path, read_text, held = tmp_path / "supervisor.lock", Path.read_text, []
+    SupervisorLock(path).acquire()
+
+    def take() -> None:
+        monkeypatch.setattr(Path, "read_text", read_text)
+        SupervisorLock(path).acquire()
+        held.append("another")
+
+    moments = [path.unlink, take]
+
+    def read(self: Path) -> str:
+        if self == path:
+            moments.pop(0)()
+            raise FileNotFoundError
+        return read_text(self)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    with contextlib.suppress(OccupiedError):
+        SupervisorLock(path).acquire()
+        held.append("we")
+    assert len(held) == 1
+
+
+def test_an_exclusive_file_that_is_there_needs_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.create_exclusive(tmp_path / "x", "first")
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert not files.create_exclusive(tmp_path / "x", "second")
+    with pytest.raises(OSError, match="disk full"):
+        files.create_exclusive(tmp_path / "y", "third")
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_lock_that_only_clocks_call_stale_is_kept_by_whoever_touches_it(
