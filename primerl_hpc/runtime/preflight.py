@@ -1,7 +1,8 @@
 """Before the first process: every node of the allocation looks at itself (`node_checks`), the head judges.
 
-One SLURM step named ``preflight`` over all nodes (of each component of a heterogeneous job). A node that tells nothing is
-asked once more alone, because one that cannot start its task may take the step of all others with it; then it is bad.
+One SLURM step named ``preflight`` over all nodes (of each component of a heterogeneous job). Nodes that tell nothing are
+asked once more, all at a time and each alone, because one that cannot start its task may take the step of all others with
+it; then they are bad.
 """
 
 from __future__ import annotations
@@ -49,10 +50,8 @@ class Preflight:
         )
         self.asked_at = time.time()
         write_json(self.run.preflight_request, request)
-        for group in self.allocation.by_component(hosts):
-            await self._ask(group)
-        for host in [each for each in hosts if each not in self.findings]:
-            await self._ask([host])
+        await asyncio.gather(*map(self._ask, self.allocation.by_component(hosts)))
+        await asyncio.gather(*(self._ask([host]) for host in hosts if host not in self.findings))
         for host in hosts:
             self.findings.setdefault(host, [self._silence()])
         return {host: self.findings[host] for host in hosts}

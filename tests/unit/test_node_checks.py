@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +13,14 @@ import pytest
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.plan.types import PreflightPlan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.runtime import node_checks
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.node_checks import Finding, GpuFacts, examine, judge_clock, judge_gpus, make_request
+from primerl_hpc.runtime.preflight import Preflight
 
 
 def levels(findings: list[Finding]) -> dict[str, set[str]]:
@@ -115,6 +120,25 @@ def test_a_gpu_that_fell_off_the_bus_is_missed() -> None:
 def test_clocks_are_compared_with_the_heads_before_and_after(told_at: float, level: str, side: str) -> None:
     finding = judge_clock(told_at, asked_at=100.0, seen_at=101.0)
     assert finding.level == level and side in finding.said
+
+
+def test_silent_nodes_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node tells anything; a step over one of them ends by itself once there is one over each."""
+    srun, alone = tmp_path / "bin" / "srun", tmp_path / "alone"
+    wait = f"echo >>{alone}; until [ $(wc -l <{alone}) = 6 ]; do sleep 0.02; done; touch {tmp_path}/met.$$"
+    srun.parent.mkdir()
+    srun.write_text(f'#!/bin/bash\ncase "$*" in *--nodes=1\\ *) {wait};; esac\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    hosts = tuple(f"n{number}" for number in range(1, 7))
+    six = replace(allocation(), hosts=hosts, spares=(), order=hosts)
+    least = {"gpus": 0, "scratch": None, "min_scratch_gib": 0, "min_memory_gib": 0}
+    wants = PreflightPlan(timeout_s=3, pythons=(), health_checks=(), **least)
+    findings = asyncio.run(Preflight(RunDir(tmp_path / "run"), wants, six, tmp_path / "log").look())
+    assert len(list(tmp_path.glob("met.*"))) == 6
+    assert [(host, told.level) for host in hosts for told in findings[host]] == [
+        (host, "bad") for host in hosts
+    ]
 
 
 def allocation() -> Allocation:
