@@ -103,11 +103,18 @@ class Guard:
         self.command, self.grace_s, self.notice = command, grace_s, notice
         self.child: subprocess.Popen[bytes] | None = None
         self.kill_at: float | None = None
+        self.is_told = False
 
     def on_term(self, number: int, frame: object) -> None:
         """First the command alone, which may end its own children in order; the rest when the grace is over."""
-        if self.child is not None and self.kill_at is None:
+        if self.kill_at is None:
             self.kill_at = time.monotonic() + self.grace_s
+            self.tell_child()
+
+    def tell_child(self) -> None:
+        """Once: the signal may have come while the child was being made."""
+        if self.kill_at is not None and self.child is not None and not self.is_told:
+            self.is_told = True
             signal_all([self.child.pid], signal.SIGTERM)
 
     def on_stacks(self, number: int, frame: object) -> None:
@@ -142,6 +149,7 @@ class Guard:
             start_new_session=True,
             preexec_fn=_die_with_guard,  # noqa: PLW1509 - the guard has one thread
         )
+        self.tell_child()
         code = self.wait()
         end_descendants(grace_s=1.0)
         return code if code >= 0 else 128 - code

@@ -83,6 +83,26 @@ def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -
     assert "no such program" in capfd.readouterr().err
 
 
+def test_a_sigterm_while_the_command_is_being_made_ends_it() -> None:
+    code = textwrap.dedent(
+        """
+        import os, signal, sys
+        from primerl_hpc.runtime import guard
+
+        popen = guard.subprocess.Popen
+        def make(*args, **options):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return popen(*args, **options)
+        guard.subprocess.Popen = make
+        sys.exit(guard.Guard(["sleep", "30"], grace_s=0.5).run())
+        """
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode
+        == 128 + signal.SIGTERM
+    )
+
+
 @pytest.mark.parametrize("code", [0, 3, 75])
 def test_the_commands_exit_code_is_the_guards(code: int) -> None:
     assert subprocess.run([*GUARD, "bash", "-c", f"exit {code}"], check=False).returncode == code
