@@ -76,9 +76,17 @@ def follow(judges: list[Any], run: RunDir, judge: Judge, *, index: int) -> None:
 
 
 def _keep_following(judges: list[Any], run: RunDir, engine: str) -> None:
+    is_told = False
     while True:
         time.sleep(FOLLOW_S)
-        base_url = _base_url(run, engine)
+        try:
+            base_url = _base_url(run, engine)
+            is_told = False
+        except OSError as error:  # a filesystem's fault passes; until then the old address has to do
+            if not is_told:
+                logger.warning("cannot see where %s is, trying again: %s", engine, error)
+            is_told = True
+            continue
         if base_url is not None and base_url != judges[0].base_url:
             logger.info("%s is at %s now", engine, base_url)
             appoint(judges, {"base_url": base_url})

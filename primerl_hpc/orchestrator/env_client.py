@@ -169,21 +169,36 @@ class EnvServerClient:
             self._watcher.result()  # a fault of our own must not look like a server that does not come
 
     async def _watch(self) -> None:
+        is_told = False
         while True:
-            endpoint = read_endpoint(self.run_dir, self.process)
-            identity = endpoint and (
-                endpoint["attempt"],
-                endpoint["incarnation"],
-                endpoint["pid"],
-                endpoint["url"],
-            )
-            if identity != self._identity:
-                await self._disconnect()
-                if endpoint is not None:
-                    await self._connect(identity, endpoint["url"])
-            elif endpoint is not None:
-                await self._ask_health(endpoint["incarnation"])
+            try:
+                await self._look()
+                is_told = False
+            except OSError as error:  # a filesystem's fault passes; until then we stay as we are
+                if not is_told:
+                    logger.warning(
+                        "cannot see where environment %s is served, trying again: %s",
+                        self.environment.label,
+                        error,
+                    )
+                is_told = True
             await asyncio.sleep(self.poll_s)
+
+    async def _look(self) -> None:
+        """Be connected to whom the endpoint file names. Raises OSError when files cannot be read or written now."""
+        endpoint = read_endpoint(self.run_dir, self.process)
+        identity = endpoint and (
+            endpoint["attempt"],
+            endpoint["incarnation"],
+            endpoint["pid"],
+            endpoint["url"],
+        )
+        if identity != self._identity:
+            await self._disconnect()
+            if endpoint is not None:
+                await self._connect(identity, endpoint["url"])
+        elif endpoint is not None:
+            await self._ask_health(endpoint["incarnation"])
 
     async def _ask_health(self, incarnation: int) -> None:
         """One question at a time, now and then; who neither answers it nor ends a rollout meanwhile is given up."""
@@ -195,11 +210,11 @@ class EnvServerClient:
                 self._asking = asyncio.create_task(_is_well(self._client, self.health_s))
         elif self._asking.done():
             is_alive = self._asking.result() or self._heard_at > self._asked_at
-            self._asking, self._next_ask = None, now + _HEALTH_EVERY_S
             if not is_alive:
                 reason = f"answered nobody for {self.health_s:.0f} s"
                 request_restart(self.run_dir, self.process, incarnation, reason)
                 await self._disconnect()
+            self._asking, self._next_ask = None, now + _HEALTH_EVERY_S
 
     async def _watch_address(self, address: str) -> None:
         missed = 0
