@@ -221,10 +221,14 @@ class Orchestrator:
         self._watch_gate()
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises TimeoutWaitingError when neither ``condition`` nor a new version came within timeouts.weights_s."""
+        """Raises TimeoutWaitingError when neither ``condition`` nor a new version came within timeouts.weights_s.
+
+        The watcher itself gives up a version that is written and that no engine takes.
+        """
         start, timeout_s = time.monotonic(), self.recipe.timeouts.weights_s
         while not condition():
-            if time.monotonic() - max(start, self.watcher.last_live) > timeout_s:
+            waited_s = time.monotonic() - max(start, self.watcher.last_live)
+            if waited_s > timeout_s and not self.driver.is_updating:
                 raise TimeoutWaitingError(
                     f"waited {timeout_s} s for {what}", mend="see logs/latest/trainer.log"
                 )
@@ -252,14 +256,18 @@ class Orchestrator:
         self.sampler.give_back([cancel.task for cancel in cancels])
 
     def _watch_gate(self) -> None:
-        """How long nothing could start because the trainer is behind; too long means that it is stuck."""
+        """How long nothing could start because the trainer is behind; too long means that it is stuck.
+
+        While engines load what it wrote, the watcher's own limit counts.
+        """
         now = time.monotonic()
         if self.dispatcher.lead <= min(1, self.dispatcher.max_off_policy_steps):
             self._closed_s += now - self._closed_since if self._closed_since else 0.0
             self._closed_since = None
             return
         self._closed_since = self._closed_since or now
-        if now - max(self._closed_since, self.watcher.last_live) > self.recipe.timeouts.weights_s:
+        waited_s = now - max(self._closed_since, self.watcher.last_live)
+        if waited_s > self.recipe.timeouts.weights_s and not self.driver.is_updating:
             raise TimeoutWaitingError(
                 f"waited {self.recipe.timeouts.weights_s} s for policy version {self.dispatcher.version + 1}",
                 mend="see logs/latest/trainer.log, or raise timeouts.weights_s",

@@ -1,0 +1,70 @@
+"""What the orchestrator's loop decides by the clock, and whom it tells of tasks that came to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from primerl_hpc.common.errors import TimeoutWaitingError
+from primerl_hpc.orchestrator import driver as driver_module
+from primerl_hpc.orchestrator import loop as loop_module
+from primerl_hpc.orchestrator.loop import Orchestrator
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(loop_module, "time", made)
+    monkeypatch.setattr(driver_module, "time", made)
+    return made
+
+
+def orchestrator(**parts) -> Orchestrator:
+    """Without its start-up: only ``parts`` are there."""
+    made = Orchestrator.__new__(Orchestrator)
+    vars(made).update(parts)
+    return made
+
+
+def waiting(*, is_updating: bool) -> Orchestrator:
+    """Two batches ahead of the last live version, which came at 0 s; 100 s are allowed."""
+    return orchestrator(
+        recipe=SimpleNamespace(timeouts=SimpleNamespace(weights_s=100)),
+        dispatcher=SimpleNamespace(lead=2, max_off_policy_steps=1, version=3),
+        driver=SimpleNamespace(is_updating=is_updating),
+        watcher=SimpleNamespace(last_live=0.0),
+        _closed_since=None,
+        _closed_s=0.0,
+    )
+
+
+def test_a_version_that_is_written_and_waits_for_engines_is_not_the_trainers_fault(clock: Clock) -> None:
+    made = waiting(is_updating=True)
+    for clock.now in (1.0, 150.0, 900.0):
+        made._watch_gate()
+    made.driver.is_updating = False
+    with pytest.raises(TimeoutWaitingError, match="policy version 4"):
+        made._watch_gate()
+
+
+def test_the_end_too_waits_for_engines_that_load_the_last_version(clock: Clock) -> None:
+    made = waiting(is_updating=True)
+
+    async def turn() -> None:
+        clock.now += 60
+        made.driver.is_updating = clock.now < 300
+
+    made._turn = turn  # type: ignore[method-assign]
+    with pytest.raises(TimeoutWaitingError, match="policy version 9"):
+        asyncio.run(made._until(lambda: False, "policy version 9"))
+    assert clock.now == 300
