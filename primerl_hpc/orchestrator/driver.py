@@ -1,7 +1,7 @@
 """The part that training and stand-alone evaluation share: rollouts out, outcomes in, evaluations reported.
 
 While engines or router are away, rollouts fail for no fault of their own: they are tried again after a growing pause,
-until nothing succeeded for ``timeouts.inference_ready_s``.
+until nothing succeeded for ``timeouts.inference_ready_s`` while they went on failing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 LOUD_ERRORS = 5  # of one kind in one environment; more are logged for debugging only
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
+QUIET_S = 300.0  # without a fault, and they are over; longer than a rollout waits for its environment server
 
 
 @dataclass
@@ -60,6 +61,7 @@ class RolloutDriver:
         self.tallies: dict[tuple[Split, str], Tally] = {}  # by environment, since somebody last cleared them
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
         self._faulty_since: float | None = None
+        self._last_fault_at = 0.0
 
     def dispatch(self, queued: int) -> None:
         if self.is_updating or self.router.url is None or time.monotonic() < self._paused_until:
@@ -119,7 +121,9 @@ class RolloutDriver:
 
     def _pause(self, error: str) -> None:
         now = time.monotonic()
-        self._faulty_since = self._faulty_since or now
+        if self._faulty_since is None or now - self._last_fault_at > QUIET_S:
+            self._pause_s, self._faulty_since = FIRST_PAUSE_S, now
+        self._last_fault_at = now
         if now - self._faulty_since > self.recipe.timeouts.inference_ready_s:
             raise RoleError(
                 f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {error}",

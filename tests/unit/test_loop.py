@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from primerl_hpc.common.errors import TimeoutWaitingError
+from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator import driver as driver_module
 from primerl_hpc.orchestrator import loop as loop_module
+from primerl_hpc.orchestrator.driver import RolloutDriver
 from primerl_hpc.orchestrator.loop import Orchestrator
 
 
@@ -68,3 +71,21 @@ def test_the_end_too_waits_for_engines_that_load_the_last_version(clock: Clock) 
     with pytest.raises(TimeoutWaitingError, match="policy version 9"):
         asyncio.run(made._until(lambda: False, "policy version 9"))
     assert clock.now == 300
+
+
+def fail(tmp_path: Path, clock: Clock, at: list[float]) -> None:
+    """Engine faults at these seconds, without a success."""
+    recipe = SimpleNamespace(timeouts=SimpleNamespace(inference_ready_s=1800))
+    made = RolloutDriver(RunDir(tmp_path), recipe, None, None, None, None)  # type: ignore[arg-type]
+    for clock.now in at:
+        made._pause("EngineDied: gone")
+
+
+def test_two_faults_with_quiet_between_are_no_streak(tmp_path: Path, clock: Clock) -> None:
+    fail(tmp_path, clock, [10.0, 1900.0])
+
+
+def test_faults_one_after_another_without_a_success_end_the_run(tmp_path: Path, clock: Clock) -> None:
+    fail(tmp_path, clock, [60.0 * minute for minute in range(31)])
+    with pytest.raises(RoleError, match="no rollout succeeded for 1860 s"):
+        fail(tmp_path, clock, [60.0 * minute for minute in range(32)])
