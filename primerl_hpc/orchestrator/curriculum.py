@@ -3,6 +3,7 @@
     curriculum = make_curriculum(config, size, [seed, env])
     task = curriculum.next()                     # index in [0, size)
     curriculum.observe(task, mean_reward)        # of the task's group, whenever one is done
+    curriculum.missed(task)                      # or: nothing came of its group
 
 The same seed and the same observations give the same tasks, and a restored state goes on where it was.
 """
@@ -32,6 +33,10 @@ class Curriculum(ABC):
     @abstractmethod
     def observe(self, task: int, reward: float) -> None:
         """``reward`` is the mean over a finished group of the task."""
+
+    @abstractmethod
+    def missed(self, task: int) -> None:
+        """The task was drawn, and its group became stale or lost all its rollouts."""
 
     @property
     @abstractmethod
@@ -71,6 +76,9 @@ class Epochs(Curriculum):
     def observe(self, task: int, reward: float) -> None:
         """Order does not depend on rewards."""
 
+    def missed(self, task: int) -> None:
+        """It comes again in the next epoch."""
+
     @property
     def epochs(self) -> float:
         return self.drawn / self.size
@@ -85,7 +93,8 @@ class Epochs(Curriculum):
 class DifficultyPools(Curriculum):
     """A task is drawn with a probability proportional to its pool's weight: unseen, hard, normal or easy.
 
-    Unseen tasks come in a shuffled order, without repetition. A task that was drawn and not yet observed is in no pool.
+    Unseen tasks come in a shuffled order, without repetition. A task that was drawn and not yet observed is in no pool;
+    one whose first group came to nothing counts as hard.
     Where every pool is empty or without weight, tasks come epoch after epoch.
     """
 
@@ -113,9 +122,11 @@ class DifficultyPools(Curriculum):
 
     def observe(self, task: int, reward: float) -> None:
         self._remove(task)
-        name = self.pool_of(reward)
-        self._places[task] = (name, len(self._pools[name]))
-        self._pools[name].append(task)
+        self._put(task, self.pool_of(reward))
+
+    def missed(self, task: int) -> None:
+        if task not in self._places:
+            self._put(task, "hard")
 
     def pool_of(self, reward: float) -> str:
         if reward <= self.config.hard_max:
@@ -158,6 +169,10 @@ class DifficultyPools(Curriculum):
             "normal": config.normal_weight * len(self._pools["normal"]),
             "easy": config.easy_weight * len(self._pools["easy"]),
         }
+
+    def _put(self, task: int, name: str) -> None:
+        self._places[task] = (name, len(self._pools[name]))
+        self._pools[name].append(task)
 
     def _remove(self, task: int) -> None:
         """In constant time: the pool's last task takes the place."""

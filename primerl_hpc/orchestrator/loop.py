@@ -30,7 +30,7 @@ from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics, disk_metrics
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
-from primerl_hpc.orchestrator.sampler import TaskSampler
+from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
 from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.setup import (
     RouterAddress,
@@ -277,6 +277,7 @@ class Orchestrator:
     def _score(self, group: Group) -> None:
         scored = self.cutter.add(group)
         if scored is None:
+            self.sampler.missed(TaskRef(group.env, group.task))
             return
         self.sampler.observe(scored.task, scored.mean_reward)
         handle = self.envs[Split.TRAIN][group.env]
@@ -302,7 +303,10 @@ class Orchestrator:
             logger.warning("a whole batch without a signal was thrown away; collecting step %d anew", step)
             return
         self.follower.remember(step, self.state.take(), self.cutter.queue)
-        self.driver.cancel(self.dispatcher.advance(step + 1))
+        cancels = self.dispatcher.advance(step + 1)
+        self.driver.cancel(cancels)
+        for cancel in cancels:
+            self.sampler.missed(cancel.task)
         self._shipping = asyncio.create_task(self._ship(cut))
         self._shipping.add_done_callback(lambda _: self.runner.wake())
 

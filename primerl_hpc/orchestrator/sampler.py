@@ -61,6 +61,10 @@ class TaskSampler:
         """``reward`` is the mean over a finished group of the task."""
         self.curricula[task.env].observe(task.index, reward)
 
+    def missed(self, task: TaskRef) -> None:
+        """Its group became stale, or no rollout of it survived."""
+        self.curricula[task.env].missed(task.index)
+
     def give_back(self, tasks: list[TaskRef]) -> None:
         """Tasks that were drawn and will not be run now come first."""
         self._returned.extendleft(reversed(tasks))

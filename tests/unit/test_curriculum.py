@@ -89,6 +89,38 @@ def test_a_restored_curriculum_goes_on_as_if_it_had_not_stopped(observations, re
             )
 
 
+def test_a_task_whose_group_came_to_nothing_is_tried_again():
+    curriculum = pools(10)
+    missed = curriculum.next()
+    curriculum.missed(missed)
+    for _ in range(9):
+        if (task := curriculum.next()) != missed:
+            curriculum.observe(task, 0.5)
+    while curriculum.metrics()["unseen"]:
+        if (task := curriculum.next()) != missed:
+            curriculum.observe(task, 0.5)
+    assert curriculum.metrics() == {"unseen": 0, "hard": 1, "normal": 9, "easy": 0}
+    assert missed in {curriculum.next() for _ in range(200)}
+    curriculum.observe(missed, 1.0)
+    curriculum.missed(missed)  # its pool is known
+    assert curriculum.metrics() == {"unseen": 0, "hard": 0, "normal": 9, "easy": 1}
+
+
+def test_a_missed_task_is_missed_after_a_restart_too():
+    def make() -> TaskSampler:
+        return TaskSampler([10], [1.0], seed=3, curricula=[DifficultyPools()])
+
+    plain = make()
+    drawn = [plain.next() for _ in range(4)]
+    plain.missed(drawn[0])
+    plain.observe(drawn[1], 0.5)
+    restored = make()
+    restored.restore(json.loads(json.dumps(plain.state(drawn[2:]))))
+    assert restored.curricula[0].metrics() == {"unseen": 6, "hard": 1, "normal": 1, "easy": 0}
+    plain.give_back(drawn[2:])
+    assert [restored.next() for _ in range(30)] == [plain.next() for _ in range(30)]
+
+
 def test_sequential_keeps_the_environments_order():
     curriculum = make_curriculum(Sequential(), 4, [0, 0])
     assert [curriculum.next() for _ in range(6)] == [0, 1, 2, 3, 0, 1]

@@ -12,8 +12,11 @@ from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator import driver as driver_module
 from primerl_hpc.orchestrator import loop as loop_module
+from primerl_hpc.orchestrator.dispatcher import Cancel, Group, Split
 from primerl_hpc.orchestrator.driver import RolloutDriver
 from primerl_hpc.orchestrator.loop import Orchestrator
+from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+from primerl_hpc.recipe.selection_schema import DifficultyPools
 
 
 class Clock:
@@ -89,3 +92,34 @@ def test_faults_one_after_another_without_a_success_end_the_run(tmp_path: Path, 
     fail(tmp_path, clock, [60.0 * minute for minute in range(31)])
     with pytest.raises(RoleError, match="no rollout succeeded for 1860 s"):
         fail(tmp_path, clock, [60.0 * minute for minute in range(32)])
+
+
+def test_tasks_whose_group_is_stale_or_has_no_survivor_are_missed() -> None:
+    sampler = TaskSampler([4], [1.0], seed=0, curricula=[DifficultyPools()])
+    stale, lost = sampler.next(), sampler.next()
+    cancelled: list[Cancel] = []
+    made = orchestrator(
+        sampler=sampler,
+        dispatcher=SimpleNamespace(
+            step=1, min_fresh_version=0, advance=lambda step: [Cancel(0, (1,), "stale", stale)]
+        ),
+        cutter=SimpleNamespace(take=lambda *_: SimpleNamespace(), add=lambda group: None, queue=[]),
+        state=SimpleNamespace(take=dict),
+        follower=SimpleNamespace(remember=lambda *_: None),
+        driver=SimpleNamespace(cancel=cancelled.extend),
+        runner=SimpleNamespace(wake=lambda: None),
+    )
+    made._score(Group(1, Split.TRAIN, lost.env, lost.index, 2, to_start=0, retries_left=0))
+
+    async def ship(cut: object) -> None:
+        pass
+
+    made._ship = ship  # type: ignore[method-assign]
+
+    async def cut() -> None:
+        made._cut()
+        await made._shipping
+
+    asyncio.run(cut())
+    assert [cancel.task for cancel in cancelled] == [TaskRef(0, stale.index)]
+    assert sampler.curricula[0].metrics() == {"unseen": 2, "hard": 2, "normal": 0, "easy": 0}
