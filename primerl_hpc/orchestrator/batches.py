@@ -117,6 +117,8 @@ class BatchCutter:
             self._pass_over(scored)
         else:
             self._enqueue(scored)
+            if scored.has_signal:
+                self._passed_over_in_a_row = 0
         return scored
 
     def sweep(self, min_fresh_version: int) -> None:

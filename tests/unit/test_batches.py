@@ -187,6 +187,14 @@ def test_refilling_without_end_is_given_up():
         made.add(group([0.0, 0.0]))
 
 
+def test_refilling_is_not_given_up_while_some_groups_have_a_signal():
+    made = cutter(zero_advantage="refill", max_empty_batches=1)
+    for _ in range(2):
+        made.add(group([1.0, 1.0]))
+        made.add(group([0.0, 1.0]))
+    assert cut_of(made).tally.refilled_groups == 2
+
+
 def test_too_many_failed_rollouts_end_the_run():
     made = cutter(max_error_fraction=0.5)
     for _ in range(9):
