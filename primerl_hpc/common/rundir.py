@@ -9,6 +9,7 @@ Control files, logs and metrics belong to the whole run and are the same for eve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from primerl_hpc.common.files import (
 from primerl_hpc.common.names import MAIN_PHASE
 
 STABLE = "STABLE"  # marker of a complete rollouts/step_N or weights/step_N
+DROPPED = "DROPPED"  # marker instead of STABLE: nobody new may read it, but somebody still does
 COMPLETE = "COMPLETE"  # marker of a checkpoint whose both sides are whole
 SIDE_DONE = "DONE"  # marker inside one side of a checkpoint
 VERSION_HEADER = (
@@ -306,7 +308,10 @@ class RunDir:
         shutil.rmtree(path, ignore_errors=True)
 
     def delete_after(self, step: int) -> None:
-        """Drop what an earlier life wrote beyond ``step``: rollouts, weights and checkpoints of the lost future."""
+        """Drop what an earlier life wrote beyond ``step``: rollouts, weights and checkpoints of the lost future.
+
+        What is leased (engines outlive a recovery in place) only loses its marker; see `delete_dropped`.
+        """
         for folder, marker in (
             (self.rollouts, STABLE),
             (self.weights, STABLE),
@@ -317,15 +322,34 @@ class RunDir:
                 continue
             for entry in folder.iterdir():
                 match = _STEP.fullmatch(entry.name)
-                if (match and int(match[1]) > step) or entry.name.endswith(".tmp"):
+                if not (match and int(match[1]) > step) and not entry.name.endswith(".tmp"):
+                    continue
+                if self.has_lease(entry):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(entry / marker, entry / DROPPED)
+                else:
                     self.delete_step(entry, marker)
+
+    def delete_dropped(self, folder: Path) -> None:
+        """Remove what `delete_after` had to leave in ``folder`` and nobody reads any more."""
+        for step in self.list_steps(folder, DROPPED):
+            path = folder / f"step_{step}"
+            if not self.has_lease(path):
+                self.delete_step(path, DROPPED)
 
     # -- leases: nothing is deleted while somebody reads it --------------------------------------------------------
     def lease(self, path: Path, reader: str) -> Path:
-        """Mark ``path`` (a step directory) as being read by ``reader``; give back with ``unlink``."""
-        lease = path.parent / ".leases" / f"{path.name}.{reader}"
+        """Mark ``path`` (a step directory) as being read by ``reader``; give back with ``unlink``.
+
+        Whoever may read for long renews it: `common.leases`.
+        """
+        lease = self.lease_path(path, reader)
         write_text(lease, "")
         return lease
+
+    @staticmethod
+    def lease_path(path: Path, reader: str) -> Path:
+        return path.parent / ".leases" / f"{path.name}.{reader}"
 
     def has_lease(self, path: Path, *, max_age_s: float = 600.0) -> bool:
         """A lease older than ``max_age_s`` belonged to a reader that died."""

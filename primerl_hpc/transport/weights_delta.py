@@ -160,6 +160,7 @@ class DeltaWeightReader(FilesystemWeightReader):
 def prune_chains(run: RunDir, *, keep_last: int, keep: set[int]) -> None:
     """Delete versions beyond the newest ``keep_last`` that nobody needs: neither ``keep``, nor leased, nor the whole
     version and the links that lead to one that stays."""
+    run.delete_dropped(run.deltas)
     folders, links = run.stable_weights(), run.list_steps(run.deltas, STABLE)
     versions = sorted({*folders, *links})
     oldest = versions[-keep_last] if len(versions) >= keep_last else 0

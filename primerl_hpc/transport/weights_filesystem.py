@@ -61,11 +61,19 @@ class FolderWriter:
         """Write the manifest, rename the folder, mark it stable."""
         write_json(self.temporary / MANIFEST, manifest)
         fsync_dir(self.temporary)
-        self.run.delete_step(self.folder, STABLE)
+        self._clear()
         os.rename(self.temporary, self.folder)
         fsync_dir(self.folder.parent)
         write_text(self.folder / STABLE, "")
         return self.folder
+
+    def _clear(self) -> None:
+        """Move the folder of an earlier life out of the way: on NFS what a reader has open cannot be deleted."""
+        (self.folder / STABLE).unlink(missing_ok=True)
+        old = self.folder.with_name(f"{self.folder.name}.{time.time_ns()}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.folder, old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class WeightWriter(FolderWriter):
@@ -146,7 +154,8 @@ def write_blank_adapter(run: RunDir, like: Path) -> Path:
 
 
 def prune_weights(run: RunDir, *, keep_last: int, keep: set[int]) -> list[int]:
-    """Delete stable versions beyond the newest ``keep_last``, but none of ``keep`` and none that is leased."""
+    """Delete stable versions beyond the newest ``keep_last``, but none of ``keep`` and none that is leased; and what was dropped."""
+    run.delete_dropped(run.weights)
     versions = run.stable_weights()
     deleted = []
     for version in versions[: max(len(versions) - keep_last, 0)]:

@@ -114,6 +114,27 @@ def test_the_lost_future_is_dropped_and_the_past_is_kept(tmp_path: Path) -> None
     assert not (run.weights / "step_12.tmp").exists()
 
 
+def test_of_the_lost_future_only_the_marker_goes_where_somebody_reads(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (11, 12):
+        for folder in (run.weights_step(step), run.delta_step(step), run.rollouts_step(step)):
+            folder.mkdir(parents=True)
+            (folder / "data").touch()
+            (folder / STABLE).touch()
+    leases = [run.lease(folder, "inference-0") for folder in (run.weights_step(12), run.delta_step(11))]
+    run.delete_after(10)
+    assert run.stable_weights() == [] == run.list_steps(run.deltas, STABLE)
+    assert sorted(tmp_path.rglob("data")) == [run.delta_step(11) / "data", run.weights_step(12) / "data"]
+    run.delete_dropped(run.weights)
+    assert (run.weights_step(12) / "data").exists()
+    for lease in leases:
+        lease.unlink()
+    run.delete_dropped(run.weights)
+    assert not run.weights_step(12).exists() and run.delta_step(11).exists()
+    run.delete_after(10)
+    assert not run.delta_step(11).exists()
+
+
 def test_a_lease_holds_until_it_is_given_back_or_old(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lease = run.lease(run.weights_step(3), "inference-0")

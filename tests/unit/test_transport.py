@@ -1,5 +1,6 @@
 """Rollouts and weights through the run directory."""
 
+import shutil
 import threading
 from dataclasses import fields
 
@@ -132,7 +133,7 @@ def write_version(run: RunDir, version: int) -> None:
     path = writer.shard_path(1, of=1)
     save_file({"w": np.full(8, version, np.float32)}, path)
     entries = [writer.finish_file(path), *writer.copy_model_files(base, dtype="float32")]
-    assert not is_there(run.weights_step(version))
+    assert not is_there(run.weights_step(version) / STABLE)
     writer.commit([*entries, writer.write_index({"w": path.name}, total_bytes=32)])
 
 
@@ -214,3 +215,27 @@ def test_pruning_spares_the_newest_the_kept_and_the_leased(tmp_path):
     run.lease(run.weights_step(3), "engine-1")
     assert prune_weights(run, keep_last=2, keep={1}) == [2, 4]
     assert run.stable_weights() == [1, 3, 5, 6]
+
+
+def test_a_version_that_was_dropped_while_it_was_read_is_replaced_or_pruned_later(tmp_path, monkeypatch):
+    """Recovery in place: the trainer writes step 5 again, and step 6, of another interval, never."""
+    run = RunDir(tmp_path)
+    for version in (4, 5, 6):
+        write_version(run, version)
+    (run.weights_step(5) / "of the lost future").touch()
+    leases = [run.lease(run.weights_step(version), "engine-0") for version in (5, 6)]
+    run.delete_after(4)
+    assert run.stable_weights() == [4] and FilesystemWeightReader(run).newest() == 4
+    remove = shutil.rmtree
+    with monkeypatch.context() as patch:  # a file that somebody has open stays, on a network filesystem
+        patch.setattr("shutil.rmtree", lambda path, **_: "tmp" in path.name and remove(path, **_))
+        write_version(run, 5)
+    assert FilesystemWeightReader(run).open(5, "engine-1") == run.weights_step(5)
+    assert not (run.weights_step(5) / "of the lost future").exists()
+    write_version(run, 7)
+    prune_weights(run, keep_last=9, keep=set())
+    assert run.weights_step(6).exists()
+    for lease in leases:
+        lease.unlink()
+    prune_weights(run, keep_last=9, keep=set())
+    assert not run.weights_step(6).exists() and run.stable_weights() == [4, 5, 7]

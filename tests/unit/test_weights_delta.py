@@ -181,6 +181,19 @@ def test_pruning_without_links_is_that_of_folders(tmp_path: Path) -> None:
     assert run.stable_weights() == [1, 3, 5, 6]
 
 
+def test_links_that_were_dropped_while_they_were_read_are_pruned_later_and_written_again(run: RunDir) -> None:
+    reader = DeltaWeightReader(run)
+    reader.open(6, "me")
+    run.delete_after(4)
+    assert reader.newest() == 4
+    write_link(run, 5)
+    prune_chains(run, keep_last=9, keep=set())
+    assert reader.newest() == 5 and run.delta_step(6).exists()
+    reader.close(6, "me")
+    prune_chains(run, keep_last=9, keep=set())
+    assert reader.newest() == 5 and not run.delta_step(6).exists()
+
+
 def test_a_link_without_what_it_links_to_is_no_version(run: RunDir) -> None:
     run.delete_step(run.delta_step(5), STABLE)
     reader = DeltaWeightReader(run)
