@@ -26,6 +26,7 @@ from primerl_hpc.common.files import (
     write_json,
     write_text,
 )
+from primerl_hpc.common.leases import is_leased, make_lease
 from primerl_hpc.common.names import MAIN_PHASE
 
 STABLE = "STABLE"  # marker of a complete rollouts/step_N or weights/step_N
@@ -338,29 +339,8 @@ class RunDir:
                 self.delete_step(path, DROPPED)
 
     # -- leases: nothing is deleted while somebody reads it --------------------------------------------------------
-    def lease(self, path: Path, reader: str) -> Path:
-        """Mark ``path`` (a step directory) as being read by ``reader``; give back with ``unlink``.
-
-        Whoever may read for long renews it: `common.leases`.
-        """
-        lease = self.lease_path(path, reader)
-        write_text(lease, "")
-        return lease
-
-    @staticmethod
-    def lease_path(path: Path, reader: str) -> Path:
-        return path.parent / ".leases" / f"{path.name}.{reader}"
-
-    def has_lease(self, path: Path, *, max_age_s: float = 600.0) -> bool:
-        """A lease older than ``max_age_s`` belonged to a reader that died."""
-        for lease in (path.parent / ".leases").glob(f"{path.name}.*"):
-            try:
-                if time.time() - lease.stat().st_mtime < max_age_s:
-                    return True
-                lease.unlink(missing_ok=True)
-            except FileNotFoundError:
-                continue
-        return False
+    lease = staticmethod(make_lease)
+    has_lease = staticmethod(is_leased)
 
 
 def state_stamp(root: str) -> list[int] | None:

@@ -24,6 +24,7 @@ import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, RoleError
+from primerl_hpc.common.leases import HeldLease
 from primerl_hpc.common.listen import bind_listener, free_ports, listen_host
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rendezvous import meet
@@ -41,14 +42,14 @@ logger = logging.getLogger(__name__)
 class StartWeights:
     path: str
     version: int
-    lease: Path | None = None
+    lease: HeldLease | None = None
     """Held while loading, so that the trainer does not delete the folder."""
     adapter: Path | None = None
     """What is loaded on top of ``path``, once the engine runs."""
 
     def release(self) -> None:
         if self.lease is not None:
-            self.lease.unlink(missing_ok=True)
+            self.lease.release()
 
 
 def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: bool = False) -> StartWeights:
@@ -61,9 +62,10 @@ def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: b
         lease = run.lease(folder, reader)
         try:
             read_headers(folder)
+            held = HeldLease(lease)
             if has_adapters:
-                return StartWeights(base, version, lease, folder)
-            return StartWeights(str(folder), version, lease)
+                return StartWeights(base, version, held, folder)
+            return StartWeights(str(folder), version, held)
         except (DataError, OSError) as error:
             lease.unlink(missing_ok=True)
             logger.warning("policy version %d cannot be served: %s", version, error)

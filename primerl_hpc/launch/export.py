@@ -18,6 +18,7 @@ from isal import isal_zlib
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, OccupiedError
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, read_json
+from primerl_hpc.common.leases import HeldLease, lease_path
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.launch.merge import base_folder, is_adapter, merge_adapter
@@ -53,13 +54,13 @@ def export_model(
     to = to.expanduser().absolute()
     check_target(to)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
-    reader, name = FilesystemWeightReader(run), f"export-{os.getpid()}"
-    source = reader.open(version, name)
+    name = f"export-{os.getpid()}"
+    source = FilesystemWeightReader(run).open(version, name)
+    held = HeldLease(lease_path(source, name))
     try:
         temporary.mkdir(parents=True)
         num_bytes, files = 0, read_json(source / MANIFEST)["files"]
         for entry in files:
-            run.lease(source, name)  # a lease is for ten minutes
             _transfer(source / entry["name"], temporary / entry["name"], entry["crc32"], link=link)
             num_bytes += entry["size_bytes"]
         shutil.copyfile(source / MANIFEST, temporary / MANIFEST)
@@ -72,7 +73,7 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        reader.close(version, name)
+        held.release()
     return Exported(to, version, len(files), num_bytes)
 
 

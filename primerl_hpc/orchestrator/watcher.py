@@ -5,7 +5,8 @@
     await watcher.watch()              # for ever
     await watcher.hold()               # for ever, without looking for new versions
 
-The live version is leased, so that restarted engines can still be brought to it, until the next one is live.
+The live version is leased, so that restarted engines can still be brought to it, until the next one is live; so is the
+next one, for as long as engines load it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
+from primerl_hpc.common.leases import LEASE_REFRESH_S
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
 from primerl_hpc.transport.weights import Announcement, Source, WeightReader
@@ -25,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 RECONCILE_S = 2.0
-LEASE_REFRESH_S = 120.0  # a lease of 600 s without a sign of life counts as its reader's death
 READER = "orchestrator"
 
 
@@ -56,10 +58,15 @@ class WeightWatcher:
         self.last_live = time.monotonic()
         self.update_seconds: list[float] = []
         self._leased_at = 0.0
+        self._opened = -1  # the version that was opened last
         self._source: Source = base_model or ""
 
     async def load(self, version: int) -> None:
         """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
+        async with self._renewing():
+            await self._load(version)
+
+    async def _load(self, version: int) -> None:
         if self.base_model is None:
             await self._until_written(version)
         source = await self._open(version)
@@ -77,7 +84,8 @@ class WeightWatcher:
         while True:
             newest = await asyncio.to_thread(self.reader.newest)
             if newest is not None and newest > self.version:
-                await self._update(newest)
+                async with self._renewing():
+                    await self._update(newest)
             elif time.monotonic() >= next_reconcile:
                 await self._reconcile()
                 next_reconcile = time.monotonic() + RECONCILE_S
@@ -164,10 +172,26 @@ class WeightWatcher:
 
     async def _open(self, version: int) -> Source:
         """Where a version comes from, leased; the base model is what nobody deletes."""
-        self._leased_at = time.monotonic()
+        self._leased_at, self._opened = time.monotonic(), version
         if version == 0 and self.base_model is not None:
             return self.base_model
         return await asyncio.to_thread(self.reader.open, version, self.holder)
+
+    @asynccontextmanager
+    async def _renewing(self) -> AsyncIterator[None]:
+        """Engines may load for longer than a lease lasts."""
+        task = asyncio.create_task(self._renew())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_REFRESH_S)
+            for version in {self.version, self._opened}:
+                await asyncio.to_thread(self.reader.renew, version, self.holder)
 
     async def _until_written(self, version: int) -> None:
         """The trainer starts beside us, and writes v0 of adapters, and what a resumed run begins with, if it is not there whole."""

@@ -114,6 +114,9 @@ class WeightReader(Protocol):
     def close(self, version: int, reader: str) -> None:
         """Give the leases back."""
 
+    def renew(self, version: int, reader: str) -> None:
+        """Say that this version is still being read, where it is leased: a lease lasts ten minutes."""
+
     def ask_for_whole(self) -> bool:
         """An engine could not follow the links. Whether the trainer will write a whole version, its newest, for this."""
 

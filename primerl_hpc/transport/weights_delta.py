@@ -23,6 +23,7 @@ from isal import isal_zlib
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import is_there, read_json, write_text
+from primerl_hpc.common.leases import renew_lease
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.transport.weights import Chain
 from primerl_hpc.transport.weights_filesystem import (
@@ -130,6 +131,10 @@ class DeltaWeightReader(FilesystemWeightReader):
         """Leases that another open version needs too stay."""
         for lease in self._held.pop((version, reader), set()).difference(*self._held.values()):
             lease.unlink(missing_ok=True)
+
+    def renew(self, version: int, reader: str) -> None:
+        for lease in self._held.get((version, reader), ()):
+            renew_lease(lease)
 
     def ask_for_whole(self) -> bool:
         write_text(self.run.full_weights_request, "")

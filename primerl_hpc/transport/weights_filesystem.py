@@ -26,6 +26,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, is_there, read_json, write_json, write_text
+from primerl_hpc.common.leases import lease_path, renew_lease
 from primerl_hpc.common.rundir import STABLE, RunDir
 
 MANIFEST = "manifest.json"
@@ -202,7 +203,13 @@ class FilesystemWeightReader:
 
     def close(self, version: int, reader: str) -> None:
         with contextlib.suppress(PermissionError):
-            (self.weights / ".leases" / f"step_{version}.{reader}").unlink(missing_ok=True)
+            self._lease_path(version, reader).unlink(missing_ok=True)
+
+    def renew(self, version: int, reader: str) -> None:
+        renew_lease(self._lease_path(version, reader))
+
+    def _lease_path(self, version: int, reader: str) -> Path:
+        return lease_path(self.weights / f"step_{version}", reader)
 
     def _check(self, folder: Path) -> None:
         deadline = time.monotonic() + self.lag_s

@@ -16,6 +16,7 @@ import pytest
 
 from primerl_hpc.common import files
 from primerl_hpc.common.errors import DataError, NotFoundError, OccupiedError, TimeoutWaitingError
+from primerl_hpc.common.leases import HeldLease, renew_lease
 from primerl_hpc.common.lock import SupervisorLock
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.registry import find_run, register_run
@@ -133,6 +134,22 @@ def test_of_the_lost_future_only_the_marker_goes_where_somebody_reads(tmp_path: 
     assert not run.weights_step(12).exists() and run.delta_step(11).exists()
     run.delete_after(10)
     assert not run.delta_step(11).exists()
+
+
+def test_a_lease_is_renewed_until_it_is_given_back_and_never_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    monkeypatch.setattr("primerl_hpc.common.leases.LEASE_REFRESH_S", 0.01)
+    path = run.lease(run.weights_step(3), "inference-0")
+    held = HeldLease(path)
+    os.utime(path, (0, 0))
+    files.wait_until(lambda: path.stat().st_mtime > 0, what="the renewal", timeout_s=30)
+    held.release()
+    held.thread.join(30)
+    assert not held.thread.is_alive() and not path.exists()
+    renew_lease(path)
+    assert not path.exists()
 
 
 def test_a_lease_holds_until_it_is_given_back_or_old(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from primerl_hpc.common.rundir import RunDir
@@ -76,6 +77,38 @@ def test_a_late_engine_that_cannot_follow_the_links_is_brought_by_the_same_versi
             await until(run.full_weights_request.exists)
             write_whole(run, 2)
             await until(lambda: engines[0].state.version == 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_what_engines_load_for_longer_than_a_lease_lasts_stays_leased(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("primerl_hpc.orchestrator.watcher.LEASE_REFRESH_S", 0.02)
+
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (run, fleet, engines):
+            watcher = watch(run, fleet, live := [])
+            await watcher.load(0)
+            loads, may_end = [], asyncio.Event()
+            plain = engines[0].engine.collective_rpc
+
+            async def slow(method: str, args: tuple) -> list:
+                loads.append(args[0]["version"])
+                await may_end.wait()
+                return await plain(method, args)
+
+            engines[0].engine.collective_rpc = slow
+            task = asyncio.create_task(watcher.watch())
+            write_whole(run, 1)
+            await until(lambda: loads)
+            (lease,) = run.weights.glob(".leases/step_1.*")
+            os.utime(lease, (0, 0))
+            try:
+                await until(lambda: lease.stat().st_mtime > 0)
+            finally:
+                may_end.set()
+            await until(lambda: live == [0, 1])
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

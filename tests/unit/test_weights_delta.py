@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
@@ -192,6 +193,19 @@ def test_links_that_were_dropped_while_they_were_read_are_pruned_later_and_writt
     reader.close(6, "me")
     prune_chains(run, keep_last=9, keep=set())
     assert reader.newest() == 5 and not run.delta_step(6).exists()
+
+
+def test_renewing_touches_all_leases_of_a_version_and_makes_none(run: RunDir) -> None:
+    reader = DeltaWeightReader(run)
+    reader.open(5, "me")
+    leases = [*run.weights.glob(".leases/*"), *run.deltas.glob(".leases/*")]
+    for lease in leases:
+        os.utime(lease, (0, 0))
+    reader.renew(5, "me")
+    assert len(leases) == 5 and all(lease.stat().st_mtime > 0 for lease in leases)
+    reader.close(5, "me")
+    reader.renew(5, "me")
+    assert not any(lease.exists() for lease in leases)
 
 
 def test_a_link_without_what_it_links_to_is_no_version(run: RunDir) -> None:

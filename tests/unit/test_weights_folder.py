@@ -97,7 +97,7 @@ def test_an_engine_starts_from_the_newest_whole_version(tmp_path: Path) -> None:
         (run.weights_step(step) / STABLE).touch()
     chosen = choose_start_weights(run, "base", "inference-0")
     assert (chosen.version, chosen.path) == (2, str(run.weights_step(2)))
-    assert run.has_lease(run.weights_step(2))
+    assert run.has_lease(run.weights_step(2)) and chosen.lease.thread.is_alive()  # for as long as it loads
     chosen.release()
     assert not run.has_lease(run.weights_step(2))
 
