@@ -61,6 +61,13 @@ def resolve_environment(environment: Environment) -> Any:
         raise ConfigError(f"cannot be loaded: {type(error).__name__}: {error}", place=place) from error
 
 
+def agents_of(environment: Environment) -> list[str]:
+    """Names of the agents that the environment declares. Raises ConfigError as `resolve_environment`."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    return list(agent_config_fields(resolve_environment(environment)))
+
+
 def load_tasks(environment: Environment, limit: int | None = None) -> list[EnvironmentTask]:
     """The environment's tasks in its own order, at most ``limit``.
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from primerl_hpc.common.errors import TimeoutWaitingError
+from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
-from primerl_hpc.envs.tasks import load_tasks
+from primerl_hpc.envs.tasks import agents_of, load_tasks
 from primerl_hpc.orchestrator.concurrency import Concurrency
 from primerl_hpc.orchestrator.dispatcher import Split
 from primerl_hpc.orchestrator.env_client import EnvServerClient
@@ -23,7 +23,8 @@ from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.runner import EnvHandle
 from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.plan.types import PhasePlan
-from primerl_hpc.recipe.rollout_schema import EvalEnvironment, Rollouts
+from primerl_hpc.recipe.algorithm_schema import Algorithm, HierarchicalGRPO
+from primerl_hpc.recipe.rollout_schema import Environment, EvalEnvironment, Rollouts, TrainEnvironment
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.transport.weights import WeightReader
 from primerl_hpc.transport.weights_broadcast import BroadcastWeightReader
@@ -92,6 +93,8 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
             continue
         limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
         tasks = await asyncio.to_thread(load_tasks, environment, limit)
+        if isinstance(environment, TrainEnvironment):
+            await asyncio.to_thread(check_agents, environment, environment.algorithm or recipe.algorithm)
         clients = [
             EnvServerClient(
                 run, process_name(Role.ENV_SERVER, index), environment, health_s=recipe.timeouts.health_s
@@ -101,6 +104,19 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
         client = clients[0] if len(clients) == 1 else EnvServerPool(clients)
         handles[Split(split)].append(EnvHandle(environment, client, tasks))
     return handles
+
+
+def check_agents(environment: Environment, algorithm: Algorithm) -> None:
+    """Raises ConfigError when the environment has none of the agents that are to be compared inside an episode."""
+    if not isinstance(algorithm, HierarchicalGRPO):
+        return
+    inside, agents = algorithm.episode_agents, agents_of(environment)
+    if not set(agents) & set(inside):
+        raise ConfigError(
+            f"algorithm.episode_agents {sorted(inside)} are not among the environment's agents {sorted(agents)}",
+            place=f"environment {environment.label}",
+            mend="name those that are to be compared inside an episode",
+        )
 
 
 def make_concurrency(rollouts: Rollouts) -> Concurrency | None:

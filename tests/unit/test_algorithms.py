@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from typing import get_args
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from primerl_hpc.common.errors import ConfigError, ExitCode
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.validate import unfold
 from primerl_hpc.orchestrator.algorithms import algorithms_of, make_algorithm
 from primerl_hpc.orchestrator.algorithms.custom import CustomAlgorithmError
+from primerl_hpc.orchestrator.setup import load_environments
 from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout, Sample
 from primerl_hpc.recipe.algorithm_schema import Algorithm
 from primerl_hpc.recipe.rollout_schema import TrainEnvironment
@@ -182,9 +185,29 @@ def test_hierarchical_compares_solvers_inside_the_episode_and_proposers_across_t
     np.testing.assert_allclose(second, [0.3, 0.0, 0.0])
 
 
-def test_hierarchical_refuses_agents_that_the_environment_has_not():
-    with pytest.raises(ConfigError, match=r"\['solver'\].*\['agent'\]"):
-        algorithm("hierarchical_grpo", episode_agents=["solver"]).advantages([rollout(1.0)])
+def test_hierarchical_refuses_agents_that_the_environment_has_not(tmp_path):
+    def load(*agents: str):
+        recipe = Recipe.model_validate(
+            {
+                "kind": "rl",
+                "name": "r",
+                "model": {"name": "m"},
+                "max_steps": 1,
+                "environments": {"train": [{"id": "reverse-text"}]},
+                "algorithm": {"type": "hierarchical_grpo", "episode_agents": agents},
+            }
+        )
+        return asyncio.run(load_environments(RunDir(tmp_path), recipe))
+
+    with pytest.raises(ConfigError, match=r"reverse-text: .*\['solver'\].*\['agent'\]"):
+        load("solver")
+    assert load("agent", "elsewhere")
+
+
+def test_hierarchical_goes_on_where_no_solver_played():
+    group = [game(proposer=0.2), game(proposer=0.8)]
+    first, second = algorithm("hierarchical_grpo", episode_agents=["solver"]).advantages(group)
+    np.testing.assert_allclose([first, second], [[-0.3], [0.3]])
 
 
 def test_traces_of_one_rollout_share_a_group_baselines_advantage():

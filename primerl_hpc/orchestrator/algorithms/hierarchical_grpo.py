@@ -1,7 +1,8 @@
 """Group means per agent: inside one episode for agents that play there several times, across the group for the others.
 
 Of a proposer-solver game: the solvers of one episode had the same problem, so they are compared there; proposers are
-compared over the episodes of the group.
+compared over the episodes of the group. An episode may end before a solver plays. That ``episode_agents`` are agents of the
+environment is checked at the start (`orchestrator.setup.check_agents`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.orchestrator.algorithms.base import EQUAL, Algorithm
 from primerl_hpc.orchestrator.trajectories import Rollout
 
@@ -20,14 +20,7 @@ class HierarchicalGrpo(Algorithm):
     """A = r - mean(r) over the traces of the same agent: of the episode (``episode_agents``), or of the group."""
 
     def advantages(self, group: Sequence[Rollout]) -> list[NDArray[np.float64]]:
-        """Raises ConfigError when no agent of the group is one of ``episode_agents``."""
         inside = set(self.config.episode_agents)
-        agents = {trace.agent for rollout in group for trace in rollout.traces}
-        if not agents & inside:
-            raise ConfigError(
-                f"algorithm.episode_agents {sorted(inside)} are not among the environment's agents {sorted(agents)}",
-                mend="name those that are to be compared inside an episode",
-            )
         peers: dict[tuple[str, int], list[float]] = {}
         for index, rollout in enumerate(group):
             for trace in rollout.traces:
