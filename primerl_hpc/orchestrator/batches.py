@@ -1,7 +1,9 @@
 """Scored groups → batches for the trainer: staleness, groups without a signal, size, packing.
 
     cutter.add(group)                                   # scores the group and queues it
-    if cutter.is_ready(min_fresh_version): batch = cutter.cut(step, min_fresh_version)
+    if cutter.is_ready(min_fresh_version):
+        cut = cutter.take(step, min_fresh_version)      # None: nothing in it has a signal
+        packed = cutter.pack(cut)                       # slow; may run in a thread
 
 ``batch_size`` counts rollouts; groups stay whole, so a batch may exceed it where a group lost members to errors.
 A batch in which nothing has a signal is not a step: with ``drop`` it is thrown away and collected anew.

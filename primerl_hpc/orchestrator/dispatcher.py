@@ -1,7 +1,7 @@
 """Which rollout starts when: a pure state machine without clock or IO.
 
-Events in: a rollout finished or failed, a batch shipped (`advance`), a policy version is about to go live or went
-live, an evaluation opened. Actions out: `Start` a rollout, `Cancel` a group. The caller carries them out.
+Events in: a rollout finished or failed, a batch shipped (`advance`), a policy version went live, an evaluation
+opened. Actions out: `Start` a rollout, `Cancel` a group. The caller carries them out.
 
     starts = dispatcher.next_starts(queued=cutter.num_queued)     # as many as permits, gate and demand allow
     done = dispatcher.finished(rollout_id, result)                # a Group when it was the group's last rollout
@@ -224,13 +224,6 @@ class Dispatcher:
     def advance(self, step: int) -> list[Cancel]:
         """Batch ``step - 1`` was shipped, ``step`` is being collected; cancels what it may not use."""
         self.step = step
-        return self.cancel_stale()
-
-    def policy_live(self, version: int) -> None:
-        self.version = version
-
-    def cancel_stale(self) -> list[Cancel]:
-        """Called when a batch shipped and when a new version is pending, before the engines pause."""
         return [
             self._cancel(group, "stale")
             for group in list(self._groups.values())
@@ -239,6 +232,9 @@ class Dispatcher:
             and group.oldest_version is not None
             and group.oldest_version < self.min_fresh_version
         ]
+
+    def policy_live(self, version: int) -> None:
+        self.version = version
 
     def cancel_youngest(self, count: int) -> list[Cancel]:
         """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay."""

@@ -2,7 +2,7 @@
 
     distillation = Distillation(run, recipe)        # raises ConfigError: a key is missing
     await distillation.prepare(handles)             # raises ConfigError or DataError: what would fail later
-    await distillation.score(rollout, episode, config, task.data, router_url)
+    await distillation.score(rollout, episode, config, task.data, router_url=url, live_version=lambda: 3)
 
 Of a recipe without these algorithms it is empty.
 """

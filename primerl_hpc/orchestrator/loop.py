@@ -241,7 +241,6 @@ class Orchestrator:
     # -- policy versions ---------------------------------------------------------------------------------------------
     def _on_pending(self, version: int) -> None:
         self.driver.is_updating = True
-        self.driver.cancel(self.dispatcher.cancel_stale())
 
     def _on_live(self, version: int) -> None:
         self.driver.is_updating = False

@@ -9,7 +9,7 @@ FSDP ranks march in step: a micro-step lasts as long as its slowest row. So:
 
 tools/bench/packing.py compares the result with other packers.
 
-    ranks = pack(samples, advantages, env_ids, seq_len=2048, num_ranks=8)      # list[list[MicroBatch]]
+    packed = pack(samples, seq_len=2048, num_ranks=8)       # packed.ranks[r]: list[MicroBatch]
 """
 
 from __future__ import annotations

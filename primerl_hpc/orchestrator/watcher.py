@@ -1,4 +1,4 @@
-"""Looks for new policy versions and brings the engines to them: stale groups cancelled → engines updated → live.
+"""Looks for new policy versions and brings the engines to them: pending → engines updated → live.
 
     watcher = WeightWatcher(run, fleet, reader, base_model=…, next_version=…, on_pending=…, on_live=…)
     await watcher.load(version)        # at start: the engines serve what the run resumes from
