@@ -143,7 +143,8 @@ class Core:
                 batch.input_ids, batch.position_ids, batch.predictors, batch.targets, batch.temperatures
             )
             _, extra = step_loss(batch, logprobs, counts, self.recipe.loss)
-            tally.add("loss/ce", *extra["loss/ce"])
+            if "loss/ce" in extra:  # not of a row that is there for the collectives alone
+                tally.add("loss/ce", *extra["loss/ce"])
         self.policy.train()
         self.policy.routing.forget()
         reshard(self.policy)

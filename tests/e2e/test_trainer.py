@@ -308,6 +308,8 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     shutil.copytree(tiny / "model", bare, ignore=shutil.ignore_patterns("token*", "*.jinja"))
     model = {"name": str(bare), "tokenizer": str(tiny / "model")}
     recipe = sft_recipe(tiny, model={**sft_recipe(tiny)["model"], **model})
+    validation = recipe["sft"]["validation"]
+    validation["data"]["num_rows"], validation["at_start"] = 1, True  # one of two ranks has nothing to validate
     run = make_run(tmp_path / "run", recipe, bare, ranks=2, role=Role.SFT)
     code, log = run_role(run, "main", "sft-0")
     assert code == 0, log
@@ -315,7 +317,9 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     losses = curve(run, "sft", "loss/mean")[:, 0]
     assert losses[0] > 4
     assert losses[-1] < 3
-    assert read_steps(run.metrics("sft"))[40]["val/loss"] < 3
+    steps = read_steps(run.metrics("sft"))
+    assert steps[1]["val/initial_loss"] > 4
+    assert steps[40]["val/loss"] < 3
     assert run.complete_checkpoints() == [20, 40]
     folder = run.weights_step(40)
     model = AutoModelForCausalLM.from_pretrained(folder)
