@@ -41,6 +41,7 @@ from primerl_hpc.recipe.training_schema import (
     Weights,
 )
 
+ROUTERS = ("gate", "router")  # what mixtures of experts of all families call theirs
 MAX_SERVED_RANK = 512  # vLLM 0.31's largest --max-lora-rank
 
 
@@ -204,6 +205,13 @@ class Recipe(Block):
             raise ValueError(
                 "trainer.router_replay and inference.kv_offload_gib exclude each other: of tokens whose KV blocks come "
                 "back from the host, an engine may have forgotten the experts"
+            )
+        parts = self.trainer.activation_checkpointing
+        alone = [] if isinstance(parts, str) else [each for each in parts if each.split(".")[-1] in ROUTERS]
+        if alone:
+            raise ValueError(
+                f"trainer.router_replay and activation_checkpointing [{alone[0]}] exclude each other: a router that is "
+                "recomputed alone chooses for itself; name the whole mixture, as in [mlp]"
             )
         return self
 

@@ -192,6 +192,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
         attach_adapters(hf, blocks, recipe.lora)
     shrink_frozen(hf, DTYPES[recipe.trainer.param_dtype])
     experts = spread(hf, recipe, world)
+    replay = Replay(blocks) if recipe.replays_routers else None  # first: what is recomputed is replayed again
     save_activations(hf, blocks, recipe.trainer)
     if recipe.trainer.compile:
         for block in blocks:
@@ -208,8 +209,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
             f"layout.trainer.context_parallel is {context.size}, and rows with images are not shared by ranks",
             mend="set it to 1",
         )
-    if recipe.replays_routers:
-        policy.replay = Replay(blocks)
+    policy.replay = replay
     shard(policy, blocks, experts, recipe.trainer, world)
     policy.routing.attach(world.device)
     allocate(policy, recipe.trainer, world.device)

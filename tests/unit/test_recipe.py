@@ -137,6 +137,10 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             ["trainer.router_replay and inference.kv_offload_gib exclude each other"],
         ),
         (
+            MINIMAL + "trainer: {router_replay: true, activation_checkpointing: [self_attn, mlp.gate]}\n",
+            ["trainer.router_replay and activation_checkpointing [mlp.gate] exclude each other"],
+        ),
+        (
             SUPERVISED + "  data: {path: a}\ntrainer: {router_replay: true}\n",
             ["trainer.router_replay belongs to kind rl"],
         ),

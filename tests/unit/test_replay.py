@@ -10,12 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError, DataError  # noqa: E402
+from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
+from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.trainer.model import build_policy  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, make_packing  # noqa: E402
 from primerl_hpc.trainer.parallel.expert import expert_modules  # noqa: E402
+from primerl_hpc.trainer.parallel.mesh import World, make_world  # noqa: E402
 from primerl_hpc.trainer.replay import Replay  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
 
@@ -72,6 +77,44 @@ def test_the_routers_own_choices_replayed_change_no_bit_of_loss_and_gradients(fa
     assert torch.equal(replayed, logits)
     assert gradients.keys() == again.keys()
     assert all(torch.equal(gradients[name], again[name]) for name in gradients)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[World]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_recomputed_mixture_is_recomputed_with_the_same_choices(one_rank, family, tmp_path):
+    """Choices that are not the routers' own: a recomputation that let these choose would change gradients."""
+    model = make_family(family, tmp_path)
+    torch.manual_seed(0)
+    ids = torch.randint(4, 100, POSITIONS.shape)
+    routed = torch.stack([torch.randperm(8)[:2] for _ in range(ids.numel() * 2)]).view(*ids.shape, 2, 2)
+    found = []
+    for parts in ("none", ["mlp"], ["self_attn", "mlp.experts"]):
+        recipe = Recipe.model_validate(
+            {
+                "kind": "rl",
+                "name": "test",
+                "model": {"name": str(model)},
+                "seq_len": 64,
+                "max_steps": 1,
+                "environments": {"train": [{"id": "reverse-text"}]},
+                "rollouts": {"sampling": {"max_tokens": 12}},
+                "trainer": {
+                    "param_dtype": "float32", "router_replay": True, "activation_checkpointing": parts
+                },
+            }
+        )  # fmt: skip
+        policy = build_policy(recipe, model, one_rank)
+        logprobs, _ = policy(ids, POSITIONS, torch.arange(15), ids.flatten()[1:], None, routed)
+        logprobs.sum().backward()
+        found.append([logprobs, *(each.grad.full_tensor() for each in policy.parameters())])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 def expected_weights(
