@@ -30,7 +30,7 @@ class Model(Block):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights that are exported, and that engines compute in."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Trainer's attention; ``auto``: flash attention where installed on a GPU, else sdpa."""
+    """Trainer's attention; ``auto``: flash attention where installed on a GPU, unless param_dtype is float32 or the model has attention sinks (GPT-OSS), else sdpa."""
     renderer: Renderer = Renderer()
     trust_remote_code: Bool = False
     """Run modelling code that comes with the model."""

@@ -200,7 +200,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     chunk = recipe.trainer.head_chunk_tokens
     if chunk == "auto":
         chunk = auto_chunk_tokens(hf.get_output_embeddings().weight.shape[0])
-    attention = choose_attention(recipe.model, config, world.device)
+    attention = choose_attention(recipe, config, world.device)
     context = make_context(recipe.layout.trainer, config.get_text_config(), world)
     policy = Policy(hf, chunk, attention, context)
     policy.vision = vision
@@ -279,15 +279,18 @@ def shard(
             following[0].set_modules_to_backward_prefetch(group)
 
 
-def choose_attention(block: ModelBlock, config: PreTrainedConfig, device: torch.device) -> str:
-    """``auto``: flash attention where installed on a GPU, else sdpa where the model has it, else eager."""
-    if block.attention != "auto":
-        return block.attention
+def choose_attention(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> str:
+    """``auto``: flash attention where installed on a GPU and of use to the model, else sdpa where it has it, else eager."""
+    if recipe.model.attention != "auto":
+        return recipe.model.attention
     from importlib.util import find_spec
 
-    if device.type == "cuda" and find_spec("flash_attn"):
-        return "flash_attention_2"
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    flash = "flash_attention_2"
+    suited = getattr(known, "_compatible_flash_implementations", None)  # None: any
+    is_served = recipe.trainer.param_dtype != "float32" and (suited is None or flash in suited)
+    if device.type == "cuda" and is_served and find_spec("flash_attn"):
+        return flash
     return "sdpa" if getattr(known, "_supports_sdpa", True) else "eager"
 
 

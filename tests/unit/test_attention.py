@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
+from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.trainer.parallel import context  # noqa: E402
 from primerl_hpc.trainer.parallel.attention import whole_rows  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
@@ -68,3 +69,11 @@ def test_a_window_wider_than_every_sample_hides_nothing():
     packing = packed([20, 30, 14], [17, 40], length=64)
     assert packing.lengths(40) == packing.lengths(None)
     assert packing.lengths(39) is None
+
+
+@pytest.mark.parametrize("inner", ["sdpa", "flash_attention_2", "flash_attention_3"])
+def test_sinks_are_refused_where_they_would_be_left_out(inner):
+    packing = Packing(Context(), torch.arange(4)[None], inner)
+    states = torch.zeros(3, 1, 2, 4, 8)
+    with pytest.raises(ConfigError, match=rf"{inner} has no attention sinks; set model.attention to auto"):
+        whole_rows(*states, packing, 1.0, 0.0, None, torch.zeros(2))

@@ -10,7 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError, DataError  # noqa: E402
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
-from primerl_hpc.trainer.model import check_head, check_layers, decoder_blocks, read_config  # noqa: E402
+from primerl_hpc.trainer.model import (  # noqa: E402
+    check_head,
+    check_layers,
+    choose_attention,
+    decoder_blocks,
+    read_config,
+)
 
 
 def model(family: str, **changes):
@@ -45,3 +51,29 @@ def test_a_model_that_transformers_does_not_know_is_refused_in_one_sentence(tmp_
     with pytest.raises(DataError, match=r"model org/it: .*`from_tomorrow`") as refused:
         read_config(tmp_path, recipe)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "param_dtype", "device", "expected"),
+    [
+        ("qwen3", "bfloat16", "cuda", "flash_attention_2"),
+        ("qwen3_vl", "bfloat16", "cuda", "flash_attention_2"),
+        ("qwen3", "float32", "cuda", "sdpa"),  # flash kernels know no float32
+        ("gpt_oss", "bfloat16", "cuda", "eager"),  # nor attention sinks
+        ("qwen3", "bfloat16", "cpu", "sdpa"),
+        ("gpt_oss", "bfloat16", "cpu", "eager"),
+    ],
+)
+def test_attention_is_flash_where_it_is_installed_and_serves(
+    monkeypatch, family, param_dtype, device, expected
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
+    recipe = Recipe.model_validate(
+        {
+            "kind": "inference",
+            "name": "x",
+            "model": {"name": "org/it"},
+            "trainer": {"param_dtype": param_dtype},
+        }
+    )
+    assert choose_attention(recipe, AutoConfig.for_model(family), torch.device(device)) == expected

@@ -79,10 +79,12 @@ def whole_rows(
     if packing.inner == "eager":
         out, log_sums = ring_attention(query, key, value, packing.alone(), scale, window)
         return with_sinks(out, log_sums, sinks)
-    if packing.inner != "sdpa":
-        return flash(query, key, value, packing, scale, dropout, window, sinks)
     if sinks is not None:
-        raise ConfigError("sdpa has no attention sinks", mend="set model.attention to auto or eager")
+        raise ConfigError(
+            f"{packing.inner} has no attention sinks", mend="set model.attention to auto or eager"
+        )
+    if packing.inner != "sdpa":
+        return flash(query, key, value, packing, scale, dropout, window)
     key, value = (repeat_heads(each, query.shape[1]) for each in (key, value))
     if (lengths := packing.lengths(window)) is not None:
         return by_sample(query, key, value, lengths, scale, dropout)
@@ -116,7 +118,6 @@ def flash(
     scale: float,
     dropout: float,
     window: int | None,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Rows one after another, cut at the starts of samples, through the flash kernel that transformers finds."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
@@ -127,7 +128,6 @@ def flash(
         value, (0, width - value_width)
     )  # kernels want one width (multi-head latent attention has two)
     bounds, longest = packing.bounds()
-    more = {} if sinks is None else {"s_aux": sinks.to(query.dtype)}
     out = _flash_attention_forward(
         *(each.transpose(1, 2).flatten(0, 1)[None] for each in (query, key, value)),
         None,
@@ -141,7 +141,6 @@ def flash(
         max_length_q=longest,
         max_length_k=longest,
         attn_implementation=packing.inner,
-        **more,
     )
     return out.view(batch, length, -1, width)[..., :value_width].transpose(1, 2)
 
