@@ -241,7 +241,7 @@ def num_updates(optimizer: Optimizers) -> int:
 
 
 def make_state(optimizer: Optimizers, kinds: list[str], updates: int) -> None:
-    """Empty state of those of ``kinds`` that each part keeps, for a checkpoint to be read into."""
+    """Empty state of those of ``kinds`` that each part keeps, where it lies between steps, for a checkpoint to be read into."""
     for part in optimizer.parts:
         own = [kind for kind in STATE_KINDS[type(part)] if kind in kinds]
         for group in part.param_groups:
@@ -250,3 +250,5 @@ def make_state(optimizer: Optimizers, kinds: list[str], updates: int) -> None:
                 if isinstance(part, torch.optim.AdamW) and own:
                     state["step"] = torch.tensor(float(updates), device=parameter.device, dtype=torch.float32)
                 part.state[parameter] = state
+        if optimizer.on_host:
+            move_state(part, to_host=True)

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.recipe.training_schema import Trainer  # noqa: E402
+from primerl_hpc.trainer import optim  # noqa: E402
 from primerl_hpc.trainer.muon import Muon  # noqa: E402
 from primerl_hpc.trainer.optim import (  # noqa: E402
     Optimizers,
@@ -243,3 +245,22 @@ def test_optimizer_state_goes_through_its_names_and_back(kind):
     step(other_hf, other, 2)
     for name, value in hf.named_parameters():
         assert torch.equal(value, other_hf.get_parameter(name)), name
+
+
+def test_state_made_for_a_checkpoint_goes_to_the_host_part_by_part(monkeypatch):
+    """Of an offloaded optimizer no more than one part's state is ever on the device."""
+    monkeypatch.setattr(optim, "OFFLOAD_BYTES", 8 * 1024)
+    hf = tiny_moe()
+    recipe = recipe_with({"type": "adamw"})
+    recipe = recipe.model_copy(update={"trainer": Trainer(optimizer_offload=True)})
+    optimizer = build_optimizer(hf, recipe)
+    assert len(optimizer.parts) > 2
+    on_device: list[int] = []
+
+    def move(part: torch.optim.Optimizer, *, to_host: bool) -> None:
+        assert to_host and part is optimizer.parts[len(on_device)]
+        on_device.append(sum(bool(each.state) for each in optimizer.parts) - len(on_device))
+
+    monkeypatch.setattr(optim, "move_state", move)
+    make_state(optimizer, ["exp_avg", "exp_avg_sq"], 3)
+    assert on_device == [1] * len(optimizer.parts)
