@@ -10,7 +10,8 @@ the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``clust
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 RUN_DIR = "PRIMERL_RUN_DIR"  # set for every process of a run
@@ -31,6 +32,7 @@ PROFILE = "PRIMERL_PROFILE"
 TEMPLATES = "PRIMERL_TEMPLATES"
 DEBUG = "PRIMERL_DEBUG"
 VENV = "PRIMERL_VENV"  # of tools/install: who exported it for that runs us next
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # torch's, read when a process group of NCCL is made
 _PROFILE_PREFIX = "PRIMERL_PROFILE__"
 
 RESERVED = frozenset(
@@ -130,6 +132,23 @@ def set_mirror(folder: Path) -> None:
 def slurm_node_rank() -> int:
     """Index of this node within its SLURM step; 0 outside SLURM."""
     return int(os.environ.get("SLURM_NODEID", "0"))
+
+
+@contextmanager
+def nccl_waits_on_the_host() -> Iterator[None]:
+    """For groups made meanwhile: a wait blocks its caller until the work is done, and ends with an error at its time limit.
+
+    They have no watchdog thread of torch's either, which would end the whole process at that limit.
+    """
+    before = os.environ.get(NCCL_BLOCKING_WAIT)
+    os.environ[NCCL_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_BLOCKING_WAIT]
+        else:
+            os.environ[NCCL_BLOCKING_WAIT] = before
 
 
 def variable(name: str) -> str | None:

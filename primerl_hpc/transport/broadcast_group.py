@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 
+from primerl_hpc.common.env import nccl_waits_on_the_host
 from primerl_hpc.common.errors import RoleError
 
 JOIN_S = 60.0  # for the members to meet
@@ -58,7 +59,11 @@ class Group:
 
                 options = ProcessGroupNCCL.Options()
                 options._timeout = limit
-                backend, kind = ProcessGroupNCCL(store, rank, size, options), ProcessGroup.BackendType.NCCL
+                with nccl_waits_on_the_host():
+                    backend, kind = (
+                        ProcessGroupNCCL(store, rank, size, options),
+                        ProcessGroup.BackendType.NCCL,
+                    )
             else:
                 backend, kind = ProcessGroupGloo(store, rank, size, limit), ProcessGroup.BackendType.GLOO
             group._register_backend(torch.device(device.type), kind, backend)
@@ -96,7 +101,7 @@ class Group:
 
     def _send(self, value: Tensor) -> None:
         if value.numel():
-            self.group.broadcast(value, 0).wait()
+            self.group.broadcast(value, 0).wait(timedelta(seconds=SILENCE_S))
 
     def _receive(self, num: int, dtype: torch.dtype) -> Tensor:
         value = torch.empty(num, dtype=dtype, device=self.device)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +132,38 @@ def test_members_of_a_sender_that_falls_silent_do_not_wait_for_ever(monkeypatch:
     group.send({"a": torch.ones(3)})
     with pytest.raises(RuntimeError):
         member.get()
+
+
+def test_an_nccl_group_is_waited_for_on_the_host_without_torchs_watchdog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wait without a limit only orders streams, and torch's watchdog ends the whole process instead of the group."""
+    made: list[tuple[str | None, timedelta]] = []
+
+    class NCCL:
+        class Options:
+            _timeout = timedelta(0)
+
+        def __new__(cls, store, rank, size, options):
+            made.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), options._timeout))
+            return torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        Group.join(open_store("127.0.0.1"), "x", rank=0, size=1, device=torch.device("cuda"))
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert made == [("1", timedelta(seconds=broadcast_group.SILENCE_S))] * 2
+
+
+def test_every_operation_is_waited_for_no_longer_than_said() -> None:
+    waits: list[tuple] = []
+    work = SimpleNamespace(wait=lambda *limit: waits.append(limit))
+    group = Group("x", SimpleNamespace(broadcast=lambda value, root: work), CPU)  # type: ignore[arg-type]
+    group.send({"a": torch.ones(3)})
+    group.send_end()
+    assert waits == [(timedelta(seconds=broadcast_group.SILENCE_S),)] * 4
 
 
 # -- who is in it ------------------------------------------------------------------------------------------------------
