@@ -97,6 +97,9 @@ def train_steps(
         metrics.pop("mismatch_kl/all/mean", None)
         if validation is not None and step % recipe.sft.validation.interval == 0:
             metrics["val/loss"], _ = core.evaluate(validation[world.data_rank :: world.data_size])
+        if recipe.weights.interval and step % recipe.weights.interval == 0:
+            watchdog.beat(f"step {step}, writing its weights")
+            publish(run, core, step)  # before its checkpoint: a life that begins there does not write them
         request = read_requests(run, world)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")
@@ -105,9 +108,6 @@ def train_steps(
             metrics["time/save_ckpt"] = time.perf_counter() - save_started
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
-        if recipe.weights.interval and step % recipe.weights.interval == 0:
-            watchdog.beat(f"step {step}, writing its weights")
-            publish(run, core, step)
         if world.is_leader:
             prune_checkpoints(run, recipe.checkpoint)
         reporter.write(step, metrics | {"time/step": time.perf_counter() - started})

@@ -1,9 +1,11 @@
 """The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
 
 import contextlib
+import gc
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.errors import ExitCode  # noqa: E402
@@ -20,7 +23,12 @@ from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.common.rundir import STABLE, RunDir  # noqa: E402
 from primerl_hpc.launch.fork import import_checkpoint  # noqa: E402
+from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.trainer.parallel.mesh import World, make_world  # noqa: E402
+from primerl_hpc.trainer.saver import Saver  # noqa: E402
+from primerl_hpc.trainer.sft import train_sft  # noqa: E402
+from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
 from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
@@ -309,7 +317,10 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     model = {"name": str(bare), "tokenizer": str(tiny / "model")}
     recipe = sft_recipe(tiny, model={**sft_recipe(tiny)["model"], **model})
     validation = recipe["sft"]["validation"]
-    validation["data"]["num_rows"], validation["at_start"] = 1, True  # one of two ranks has nothing to validate
+    validation["data"]["num_rows"], validation["at_start"] = (
+        1,
+        True,
+    )  # one of two ranks has nothing to validate
     run = make_run(tmp_path / "run", recipe, bare, ranks=2, role=Role.SFT)
     code, log = run_role(run, "main", "sft-0")
     assert code == 0, log
@@ -340,6 +351,41 @@ def test_sft_row_without_its_columns_is_named(tiny, tmp_path):
     assert error["exit_code"] == ExitCode.DATA
     assert "bad.jsonl:2: column 'completion' is missing" in error["message"]
     assert error["message"] in log
+
+
+class DeathError(Exception):
+    pass
+
+
+@pytest.fixture
+def one_rank() -> Iterator[World]:
+    """The trainer in this very process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
+    dist.destroy_process_group()
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_a_version_to_keep_is_there_before_the_checkpoint_of_its_step(tiny, one_rank, monkeypatch, tmp_path):
+    """A life that begins at the checkpoint trains that step no more: nobody would write the version."""
+    checkpoint = {"interval": 1, "asynchronous": False}
+    recipe = sft_recipe(tiny, max_steps=2, checkpoint=checkpoint, weights={"interval": 1})
+    process = process_plan(Role.SFT, accelerators=1)
+    plan = make_plan(tmp_path, recipe, processes=[process], model_path=tiny / "model")
+    run, save = RunDir(tmp_path), Saver.save
+
+    def save_and_die(*arguments, **options) -> None:
+        save(*arguments, **options)
+        raise DeathError
+
+    monkeypatch.setattr(Saver, "save", save_and_die)
+    watchdog = Watchdog(run, "sft-0", rank=0, size=1, timeout_s=600)
+    with pytest.raises(DeathError):
+        train_sft(plan.phases[0], run, one_rank, watchdog)
+    watchdog.rest()
+    assert run.latest_checkpoint() == 1
+    assert list(run.stable_weights()) == [1]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
