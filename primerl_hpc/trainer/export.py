@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from primerl_hpc.common.files import write_json
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.recipe.training_schema import LoRA
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.model import Policy
-from primerl_hpc.trainer.setup import World
+from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.shards import write_safetensors
 from primerl_hpc.transport.weights_filesystem import (
     ADAPTER_CONFIG,
@@ -48,6 +48,11 @@ class Shard:
     entry: dict[str, Any]  # of the manifest
     names: list[str]  # of its tensors
     num_bytes: int  # of their data
+
+
+def is_whole_there(run: RunDir, version: int, world: World) -> bool:
+    """Collective. One that is there is never written again: somebody may read it."""
+    return from_leader((run.weights_step(version) / STABLE).exists() if world.is_leader else None)
 
 
 def publish_policy(run: RunDir, core: Core, version: int) -> None:

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from primerl_hpc.common.errors import DataError
+from primerl_hpc.trainer.parallel.mesh import local
 from primerl_hpc.transport.weights_filesystem import INDEX
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def has_weights(folder: Path) -> bool:
 def fill_with_noise(policy: Policy) -> None:
     """Weights for measuring speed: matrices from N(0, 0.02²), vectors of norms 1, biases 0."""
     for name, target in policy.tensors():
-        part = local_of(target)
+        part = local(target)
         if part.ndim >= 2:
             part.normal_(std=NOISE_STD)
         else:
@@ -171,7 +172,7 @@ def copy_experts(
         seen[pattern] += 1
     (stacked,) = convert(converter, name, hf).values()
     check_shape(name, [target.shape[0], *stacked.shape[1:]], target, folder)
-    local_of(target).copy_(stacked[(slice(None), *part[1:])])
+    local(target).copy_(stacked[(slice(None), *part[1:])])
 
 
 def copy_part(target: Tensor, source: Any, name: str, folder: Path) -> None:
@@ -181,7 +182,7 @@ def copy_part(target: Tensor, source: Any, name: str, folder: Path) -> None:
     )
     part = own_part(target)
     if all(each.stop > each.start for each in part):
-        local_of(target).copy_(source[part] if part else source[...])
+        local(target).copy_(source[part] if part else source[...])
 
 
 def check_shape(name: str, shape: list[int], target: Tensor, folder: Path) -> None:
@@ -197,7 +198,3 @@ def own_part(target: Tensor) -> tuple[slice, ...]:
         return tuple(slice(0, size) for size in target.shape)
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def local_of(target: Tensor) -> Tensor:
-    return target.to_local() if isinstance(target, DTensor) else target

@@ -21,9 +21,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.training_schema import LoRA
-from primerl_hpc.trainer.load import local_of, own_part
+from primerl_hpc.trainer.load import own_part
 from primerl_hpc.trainer.lora_experts import adapt_experts, forward_adapted_experts
 from primerl_hpc.trainer.parallel.expert import expert_modules
+from primerl_hpc.trainer.parallel.mesh import local
 
 ADAPTED_EXPERTS = "primerl_adapted_experts"
 SUFFIXES = ("lora_A", "lora_B")
@@ -134,9 +135,9 @@ def init_adapters(hf: nn.Module, seed: int) -> None:
         if not is_adapter(name):
             continue
         if name.endswith("lora_B"):
-            local_of(parameter).zero_()
+            local(parameter).zero_()
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         bound = 1 / math.sqrt(parameter.shape[-1])
         values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-        local_of(parameter).copy_(values[own_part(parameter)])
+        local(parameter).copy_(values[own_part(parameter)])

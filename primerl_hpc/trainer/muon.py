@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from primerl_hpc.trainer.parallel.mesh import local
+
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
 
@@ -61,10 +63,6 @@ class Muon(torch.optim.Optimizer):
         gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-
-
-def local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:

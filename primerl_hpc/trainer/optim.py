@@ -14,7 +14,8 @@ from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import AdamW as AdamWConfig
 from primerl_hpc.recipe.training_schema import Muon as MuonConfig
 from primerl_hpc.recipe.training_schema import SignSGD as SignSGDConfig
-from primerl_hpc.trainer.muon import Muon, local
+from primerl_hpc.trainer.muon import Muon
+from primerl_hpc.trainer.parallel.mesh import local
 
 
 class Optimizers:

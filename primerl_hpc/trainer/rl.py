@@ -11,7 +11,7 @@ import time
 
 from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.metrics import MetricsWriter
-from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.checkpoint import (
@@ -29,6 +29,7 @@ from primerl_hpc.trainer.control import (
     wait_for_batch,
 )
 from primerl_hpc.trainer.core import Core, StepResult, build_core
+from primerl_hpc.trainer.export import is_whole_there
 from primerl_hpc.trainer.publish import Publisher, make_publisher
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
@@ -120,11 +121,6 @@ def resume(run: RunDir, core: Core, publisher: Publisher) -> int:
     if not is_whole_there(run, step, core.world):
         publisher.write_whole(step)
     return step
-
-
-def is_whole_there(run: RunDir, version: int, world: World) -> bool:
-    """Collective. One that is there is never written again: somebody may read it."""
-    return from_leader((run.weights_step(version) / STABLE).exists() if world.is_leader else None)
 
 
 def train_batch(core: Core, receiver: FilesystemReceiver, step: int) -> tuple[StepResult, float]:

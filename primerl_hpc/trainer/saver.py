@@ -34,7 +34,7 @@ from primerl_hpc.common.files import fsync_dir, write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.trainer.checkpoint import SIDE, STATE, checkpoint_state, checkpoint_tensors
 from primerl_hpc.trainer.core import Core
-from primerl_hpc.trainer.muon import local
+from primerl_hpc.trainer.parallel.mesh import local
 from primerl_hpc.trainer.shards import write_safetensors
 
 log = logging.getLogger("primerl_hpc.trainer")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from primerl_hpc.common.metrics import MetricsWriter
-from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema import Recipe
@@ -18,7 +18,7 @@ from primerl_hpc.recipe.sft_tables import Chain, Rows, open_rows
 from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints
 from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
 from primerl_hpc.trainer.core import Core, build_core
-from primerl_hpc.trainer.export import publish_policy
+from primerl_hpc.trainer.export import is_whole_there, publish_policy
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.sft_data import SFTStream, all_rows
@@ -118,7 +118,7 @@ def train_steps(
 
 def publish(run: RunDir, core: Core, step: int) -> None:
     """The weights as they are, as ``weights/step_<step>``, unless an earlier life wrote them."""
-    if not from_leader((run.weights_step(step) / STABLE).exists() if core.world.is_leader else None):
+    if not is_whole_there(run, step, core.world):
         publish_policy(run, core, step)
 
 

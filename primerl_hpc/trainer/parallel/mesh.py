@@ -19,7 +19,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.plan.degrees import check_degrees
@@ -122,3 +124,8 @@ def make_expert_mesh(world: World, degree: int) -> DeviceMesh:
     names = ("replicate", "expert_shard", "expert")
     start = 0 if world.replicate > 1 else 1
     return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+
+
+def local(value: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
