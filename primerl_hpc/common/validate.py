@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.yamldoc import Document, dotted
@@ -44,7 +44,7 @@ def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) ->
     """A union reports a fault per branch; keep one per key, with the expectations joined."""
     kept: dict[str, ErrorDetails] = {}
     for fault in faults:
-        path = yaml_path(block, fault["loc"])
+        path = _fault_path(block, fault)
         known = kept.get(dotted(path))
         if known is None:
             kept[dotted(path)] = dict(fault)  # type: ignore[assignment]
@@ -54,26 +54,20 @@ def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) ->
 
 
 def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -> ConfigError:
-    path = yaml_path(block, fault["loc"])
+    path = _fault_path(block, fault)
     key = dotted(path)
     place = document.place(path)
     if fault["type"] == "extra_forbidden":
-        owner = block_at(block, path[:-1])
-        near = nearest(str(path[-1]), list(owner.model_fields)) if owner else None
-        everywhere = nearest_path(block, str(path[-1]))
-        if near and not is_named(everywhere, str(path[-1])):
-            mend = f"did you mean '{dotted((*path[:-1], near))}'?"
-        elif everywhere:
-            mend = f"did you mean '{everywhere}'?"
-        else:
-            mend = f"known here: {', '.join(owner.model_fields)}" if owner else ""
-        return ConfigError(f"unknown key '{key}'", place=place, mend=mend)
+        return ConfigError(
+            f"unknown key '{key}'", place=place, mend=_mend_of_unknown(block, path, fault["loc"])
+        )
     if fault["type"] == "missing":
         return ConfigError(f"key '{key}' is missing", place=place)
     message = fault["msg"].removeprefix("Value error, ")
     if not path:
         return ConfigError(message, place=place)
     message = message.replace("Input should be ", "must be ").replace("input should be ", "")
+    message = message.replace("a valid tuple", "a list")
     value = fault.get("input")
     got = "" if isinstance(value, dict | list) else f", not {value!r}"
     if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
@@ -85,7 +79,45 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
             f"must be one of {context.get('expected_tags')}, not {context.get('tag')!r}",
         )
         got = ""
+    if fault["type"] == "union_tag_not_found":
+        tags = ", ".join(_tag(each) for each in blocks_at(block, path))
+        return ConfigError(f"key '{key}.type' is missing", place=place, mend=f"it is one of {tags}")
     return ConfigError(f"{key}: {message}{got if 'must be' in message else ''}", place=place)
+
+
+def _fault_path(block: type[BaseModel], fault: ErrorDetails) -> tuple[str | int, ...]:
+    """An unknown key is the last part of its location, however it is spelt."""
+    loc = fault["loc"]
+    if fault["type"] == "extra_forbidden":
+        return (*yaml_path(block, loc[:-1]), loc[-1])
+    return yaml_path(block, loc)
+
+
+def _mend_of_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: tuple[str | int, ...]) -> str:
+    """Where a key belongs that its block does not know; ``loc`` names the branch of a union."""
+    above, word = path[:-1], str(path[-1])
+    blocks = blocks_at(block, above)
+    if types := [_tag(each) for each in blocks if word in each.model_fields and _tag(each)]:
+        return f"it belongs to {dotted((*above, 'type'))} {' and '.join(types)}"
+    nested = (*(part for part in above if isinstance(part, str)), word)
+    if "." in word and dotted(nested) in all_paths(block):
+        outer, *inner = word.split(".")
+        return f"write it nested: {outer}: {{{': {'.join(inner)}: …{'}' * len(inner)}"
+    written = [each for each in blocks if _tag(each) and _tag(each) in loc[-2:-1]]
+    owner = next(iter(written), None) or block_at(block, above)
+    near = nearest(word, list(owner.model_fields)) if owner else None
+    everywhere = nearest_path(block, word)
+    if near and not is_named(everywhere, word):
+        return f"did you mean '{dotted((*above, near))}'?"
+    if everywhere:
+        return f"did you mean '{everywhere}'?"
+    return f"known here: {', '.join(owner.model_fields)}" if owner else ""
+
+
+def _tag(block: type[BaseModel]) -> str:
+    """What ``type`` a branch of a union is for; empty for a block that is in none."""
+    tag = block.model_fields.get("type")
+    return str(tag.default) if tag is not None and tag.default is not PydanticUndefined else ""
 
 
 def yaml_path(block: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -132,11 +164,11 @@ def unfold(annotation: Any) -> list[Any]:
     return [each for arg in args if arg is not Ellipsis for each in unfold(arg)]
 
 
-def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """The block whose keys live under ``path``; of a union the one with most keys; None for free mappings."""
+def blocks_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[type[BaseModel]]:
+    """The blocks whose keys may live under ``path``: of a union every branch; none for free mappings."""
     current: list[Any] = [block]
     for part in path:
-        if isinstance(part, int) or str(part).isdigit():
+        if isinstance(part, int) or str(part).isdecimal():
             continue
         current = [
             each
@@ -144,8 +176,12 @@ def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseMo
             if _is_block(owner) and part in owner.model_fields
             for each in unfold(owner.model_fields[str(part)].annotation)
         ]
-    blocks = [each for each in current if _is_block(each)]
-    return max(blocks, key=lambda each: len(each.model_fields), default=None)
+    return [each for each in current if _is_block(each)]
+
+
+def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """Of the `blocks_at` the path the one with most keys; None for free mappings."""
+    return max(blocks_at(block, path), key=lambda each: len(each.model_fields), default=None)
 
 
 def is_text(block: type[BaseModel], key: str) -> bool:

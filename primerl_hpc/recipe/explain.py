@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.validate import all_paths, block_at, is_named, nearest, nearest_path
+from primerl_hpc.common.validate import all_paths, block_at, blocks_at, is_named, nearest, nearest_path
 from primerl_hpc.recipe.load import LoadedRecipe
 
 
@@ -113,23 +113,7 @@ def explain_all(root: type[BaseModel]) -> list[dict[str, Any]]:
 
 def _owners(root: type[BaseModel], path: tuple[str, ...], name: str) -> list[type[BaseModel]]:
     """Blocks at ``path`` that have the field: of a union (losses, optimizers) every branch that knows it."""
-    from primerl_hpc.common.validate import unfold
-
-    current: list[Any] = [root]
-    for part in path:
-        if part.isdigit():
-            continue
-        current = [
-            each
-            for owner in current
-            if inspect.isclass(owner) and issubclass(owner, BaseModel) and part in owner.model_fields
-            for each in unfold(owner.model_fields[part].annotation)
-        ]
-    return [
-        each
-        for each in current
-        if inspect.isclass(each) and issubclass(each, BaseModel) and name in each.model_fields
-    ]
+    return [each for each in blocks_at(root, path) if name in each.model_fields]
 
 
 def _branches(blocks: list[type[BaseModel]], name: str) -> str:

@@ -110,6 +110,22 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             SUPERVISED + "  data: [{path: a.jsonl, probability: 1}, {path: b.jsonl}]\n",
             ["probability, or none"],
         ),
+        (MINIMAL + "max-steps: 5\n", [":7: unknown key 'max-steps'; did you mean 'max_steps'?"]),
+        (
+            MINIMAL + "rollouts.batch_size: 3\n",
+            [":7: unknown key 'rollouts.batch_size'", "nested: rollouts: {batch_size: …}"],
+        ),
+        (
+            MINIMAL + "optimizer: {weight-decay: 5}\n",
+            ["'optimizer.weight-decay'", "'optimizer.weight_decay'?"],
+        ),
+        (MINIMAL + "loss: {type: grpo, mask_low: 1}\n", ["'loss.mask_low'; it belongs to loss.type dppo"]),
+        (MINIMAL + "loss: {type: grpo, clip_lo: 1}\n", ["'loss.clip_lo'; did you mean 'loss.clip_low'?"]),
+        (MINIMAL.replace("[{id: reverse-text}]", "{id: x}"), ["environments.train: must be a list"]),
+        (
+            MINIMAL + "rollouts: {filters: [{}]}\n",
+            ["'rollouts.filters.0.type' is missing; it is one of", "repetition"],
+        ),
         (MINIMAL + "seed: many\n", [":7", "seed", "integer", "'many'"]),
         (MINIMAL + "seed: true\n", [":7", "seed", "integer"]),
         (MINIMAL + "loss:\n  type: ppo\n", ["loss.type", "'dppo'", "'ppo'"]),
@@ -174,6 +190,13 @@ def test_a_fault_names_place_key_and_mend(tmp_path: Path, text: str, says: list[
     assert "\n" not in message and "recipe.yaml" in message
     for word in says:
         assert word in message
+
+
+def test_a_key_with_a_dash_is_named_also_where_it_was_set_or_is_of_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set: unknown key 'max-steps'; did you mean 'max_steps'\?"):
+        load_recipe(write(tmp_path, MINIMAL), overrides=["max-steps=5"])
+    with pytest.raises(ConfigError, match=r"unknown key 'scheduler.time-min'; did you mean 'scheduler.time"):
+        load_profile(write(tmp_path, "name: p\nscheduler: {time-min: 5}\n"))
 
 
 def test_a_missing_recipe_lists_what_there_is(tmp_path: Path) -> None:
