@@ -16,6 +16,8 @@ from typing import Any
 from primerl_hpc.common import env
 from primerl_hpc.common.files import append_json, read_jsonl, read_last_jsonl
 
+_NOT_FINITE = ("nan", "inf", "-inf")
+
 
 class MetricsWriter:
     def __init__(self, path: Path) -> None:
@@ -30,15 +32,23 @@ class MetricsWriter:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Last row per step, in order of steps. Rows written after a resume replace the ones they repeat."""
-    rows = {row["step"]: row for row in read_jsonl(path) if isinstance(row.get("step"), int)}
+    """Last row per step, in order of steps, as `with_floats`. Rows written after a resume replace the ones they repeat."""
+    rows = {row["step"]: with_floats(row) for row in read_jsonl(path) if isinstance(row.get("step"), int)}
     return dict(sorted(rows.items()))
 
 
 def read_last_steps(path: Path, count: int) -> dict[int, dict[str, Any]]:
-    """The last ``count`` rows of the attempt that wrote last, by step; however long the file is, only its end is read."""
+    """The last ``count`` rows of the attempt that wrote last, by step; however long the file is, only its end is read.
+
+    What is not finite stays a text: these rows go into JSON as they are.
+    """
     rows = [row for row in read_last_jsonl(path, count) if isinstance(row.get("step"), int)]
     return {row["step"]: row for row in rows if row.get("attempt") == rows[-1].get("attempt")}
+
+
+def with_floats(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it was measured: NaN and infinities, which `MetricsWriter` writes as strings, are floats again."""
+    return {name: float(value) if value in _NOT_FINITE else value for name, value in row.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import click
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.metrics import with_floats
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.tail import Tail
@@ -52,14 +53,17 @@ class Follower:
         """Print everything that is new."""
         for event in self.events.read():
             self._on_event(event)
-        for row in self.metrics["sft"].read():
+        for row in self._rows("sft"):
             self._on_sft(row)
-        for row in self.metrics["orchestrator"].read():
+        for row in self._rows("orchestrator"):
             self.batches[row["step"]] = row
-        for row in self.metrics["eval"].read():
+        for row in self._rows("eval"):
             self._on_eval(row)
-        for row in self.metrics["trainer"].read():
+        for row in self._rows("trainer"):
             self._on_step(row)
+
+    def _rows(self, role: str) -> list[dict[str, Any]]:
+        return [with_floats(row) for row in self.metrics[role].read()]
 
     # -- events --------------------------------------------------------------------------------------------------
 

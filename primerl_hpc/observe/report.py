@@ -6,6 +6,7 @@ made of a run that is long over, on any machine that sees its files.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -120,7 +121,8 @@ def _charts(run: RunDir) -> list[str]:
 
 def _points(rows: dict[int, dict[str, Any]], name: str) -> Points:
     """Without steps at which it was not measured, or not a number."""
-    return [(step, float(row[name])) for step, row in rows.items() if isinstance(row.get(name), float | int)]
+    values = [(step, row[name]) for step, row in rows.items() if isinstance(row.get(name), float | int)]
+    return [(step, float(value)) for step, value in values if math.isfinite(value)]
 
 
 def _evaluations(run: RunDir) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -21,7 +22,11 @@ def print_summary(run: RunDir, state: RunState, message: str | None, seconds: fl
         _print_failure(run, message)
         return
     batches, steps = read_steps(run.metrics("orchestrator")), read_steps(run.metrics("trainer"))
-    rewards = {step: row["reward/mean"] for step, row in batches.items() if "reward/mean" in row}
+    rewards = {
+        step: row["reward/mean"]
+        for step, row in batches.items()
+        if math.isfinite(row.get("reward/mean", math.nan))
+    }
     if rewards:
         click.echo("reward of the training rollouts")
         click.echo(text_plot(list(rewards), list(rewards.values())))

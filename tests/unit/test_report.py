@@ -12,8 +12,10 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.report import command
 from primerl_hpc.common.files import append_json, write_json, write_text
+from primerl_hpc.common.metrics import MetricsWriter
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.observe.follow import Follower
 from primerl_hpc.observe.summary import print_summary
 from primerl_hpc.observe.svg import MOST_POINTS, chart, thin
 
@@ -33,6 +35,25 @@ def write(run: RunDir) -> str:
     done = CliRunner().invoke(command, [str(run.root)], catch_exceptions=False)
     assert done.exit_code == 0 and done.output.strip() == str(run.report)
     return run.report.read_text()
+
+
+def test_a_step_that_was_skipped_for_nan_is_followed_and_summed_up(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    follower, nan = Follower(run), float("nan")
+    MetricsWriter(run.metrics("orchestrator")).write(1, {"reward/mean": nan, "off_policy/max": 1.0})
+    MetricsWriter(run.metrics("eval")).write(1, {"eval/held-out/reward/mean": nan})
+    for role in ("sft", "trainer"):
+        row = {"loss/mean": nan, "mismatch_kl/all/mean": float("-inf"), "perf/throughput": nan}
+        MetricsWriter(run.metrics(role)).write(1, row)
+    follower.look()
+    print_summary(run, RunState.DONE, None, 5.0)
+    shown = capsys.readouterr().out
+    assert "1/3 reward nan loss +nan KL -inf age 1" in shown and "loss nan  nan tok/s" in shown
+    assert "policy v1: held-out reward nan" in shown and "mismatch KL     -inf" in shown
+    MetricsWriter(run.metrics("trainer")).write(2, {"loss/mean": 0.5})
+    charts = re.findall(r"<svg.*?</svg>", write(run), re.S)
+    assert charts and "nan" not in "".join(charts)
 
 
 def test_a_run_that_never_started_has_a_report_too(run: RunDir) -> None:
