@@ -166,14 +166,13 @@ def _profile(source: Any, name: str | None) -> Any:
 
 def _dry_run(loaded: Any, profile: Any, run_dir: Path | None, as_json: bool) -> int:
     from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.common import env
     from primerl_hpc.launch.evaluate import prepare_evaluation
-    from primerl_hpc.launch.prepare import compile_for
+    from primerl_hpc.launch.submit import check_run
 
     if run_dir is not None:
         _, plan = prepare_evaluation(loaded, profile, run_dir)
     else:
-        plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+        plan = check_run(loaded, profile)
     if as_json:
         print_json({"plan": plan.model_dump(mode="json")})
     else:

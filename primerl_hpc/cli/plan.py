@@ -21,11 +21,10 @@ ESTIMATE_TIMEOUT_S = 5.0
 @json_option
 def command(recipe: str, profile_name: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show what RECIPE would run where, without starting anything."""
-    from primerl_hpc.common import env
-    from primerl_hpc.launch.prepare import compile_for
+    from primerl_hpc.launch.prepare import preview
 
     loaded, profile = load_both(recipe, profile_name, overrides)
-    plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+    plan = preview(loaded, profile)
     estimate = _estimate(plan, profile)
     if as_json:
         print_json({**plan.model_dump(mode="json"), "estimate": estimate})

@@ -19,17 +19,16 @@ def command(
     recipe: str, profile_name: str | None, overrides: tuple[str, ...], out: Path | None, as_json: bool
 ) -> None:
     """Write the batch script of RECIPE, and nothing else."""
-    from primerl_hpc.common import env
     from primerl_hpc.common.errors import OccupiedError
     from primerl_hpc.common.files import write_text
-    from primerl_hpc.launch.prepare import compile_for, make_script
+    from primerl_hpc.launch.prepare import make_script, preview
 
     loaded, profile = load_both(recipe, profile_name, overrides)
-    plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
+    plan = preview(loaded, profile)
     script = make_script(plan, profile)
     path = out / "job.sbatch" if out else None
     if path is not None:
-        if path.exists() and path.read_text() != script:
+        if path.exists() and path.read_bytes() != script.encode():
             raise OccupiedError(
                 "a different script is there already", place=str(path), mend="choose another --out"
             )

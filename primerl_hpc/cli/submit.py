@@ -69,17 +69,14 @@ def command(
 
 def _dry_run(loaded, profile, run_dir: Path | None, chain, as_json: bool) -> int:  # type: ignore[no-untyped-def]
     from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.common import env
-    from primerl_hpc.launch.chain import check_chain
-    from primerl_hpc.launch.prepare import compile_for, job_script, make_script
-    from primerl_hpc.launch.submit import prepare_run
+    from primerl_hpc.launch.prepare import job_script, make_script
+    from primerl_hpc.launch.submit import check_run, prepare_run
 
     if run_dir is not None:
         run, plan = prepare_run(loaded, profile, run_dir, chain)
         script, path = job_script(run).read_text(), job_script(run)
     else:
-        plan = compile_for(loaded, profile, (env.runs_dir() / loaded.recipe.name).resolve())
-        check_chain(chain, plan)
+        plan = check_run(loaded, profile, chain)
         script, path = make_script(plan, profile), None
     if as_json:
         print_json(

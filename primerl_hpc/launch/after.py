@@ -52,7 +52,7 @@ def check_after(plan: Plan, profile: LoadedProfile) -> None:
     after = after_of(plan)
     if after.export is not None:
         change_profile(profile, after.export.profile, "after.export.profile")
-        check_target(Path(after.export.to))
+        check_target(Path(after.export.to), option="after.export.to")
     if after.evaluation is not None:
         _evaluation(RunDir(Path("/checked/before/anything/is/made")), plan, profile)
 

@@ -117,11 +117,13 @@ def choose_version(run: RunDir, step: int | None) -> int:
     )
 
 
-def check_target(to: Path) -> None:
-    """Raises OccupiedError unless ``to`` is free, or an empty folder."""
+def check_target(to: Path, *, option: str = "--to") -> None:
+    """Raises OccupiedError unless ``to``, which ``option`` named, is free, or an empty folder."""
     if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         raise OccupiedError(
-            "is there already, and an export overwrites nothing", place=str(to), mend="choose another --to"
+            "is there already, and an export overwrites nothing",
+            place=str(to),
+            mend=f"choose another {option}",
         )
 
 

@@ -44,6 +44,13 @@ def compile_for(loaded: LoadedRecipe, profile: LoadedProfile, root: Path) -> Pla
     return compile_plan(resolve(loaded), profile.profile, run_dir=str(root), python=interpreter(profile))
 
 
+def preview(loaded: LoadedRecipe, profile: LoadedProfile) -> Plan:
+    """The plan as it would be where runs go by default, for whoever only looks. Raises ConfigError."""
+    root = (runs_folder(profile.profile) / loaded.recipe.name).resolve()
+    check_path(root)
+    return compile_for(loaded, profile, root)
+
+
 def interpreter(profile: LoadedProfile) -> str:
     return profile.profile.software.default.python or sys.executable
 

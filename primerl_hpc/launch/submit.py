@@ -37,6 +37,7 @@ from primerl_hpc.launch.prepare import (
     job_script,
     make_engines_script,
     make_script,
+    preview,
 )
 from primerl_hpc.launch.sbatch import UnansweredError
 from primerl_hpc.observe.slurm import JobWatcher
@@ -62,10 +63,7 @@ def prepare_run(
     loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
 ) -> tuple[RunDir, Plan]:
     """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
-    checked = compile_for(loaded, profile, Path("/checked/before/anything/is/made"))
-    check_chain(chain, checked)
-    check_after(checked, profile)
-    check_keys(checked, profile)
+    check_run(loaded, profile, chain, run_dir)
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
@@ -77,6 +75,23 @@ def prepare_run(
         raise
     register_run(run)
     return run, plan
+
+
+def check_run(
+    loaded: LoadedRecipe,
+    profile: LoadedProfile,
+    chain: ChainRequest = ONE_JOB,
+    run_dir: Path | None = None,
+) -> Plan:
+    """The plan as it would be, after all that is checked before a run directory is made.
+
+    Raises ConfigError, OccupiedError, NotFoundError, DataError.
+    """
+    plan = preview(loaded, profile) if run_dir is None else compile_for(loaded, profile, run_dir)
+    check_chain(chain, plan)
+    check_after(plan, profile)
+    check_keys(plan, profile)
+    return plan
 
 
 def check_keys(plan: Plan, profile: LoadedProfile) -> None:

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from primerl_hpc.cli.main import COMMANDS
-from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.cli.main import COMMANDS, cli
+from primerl_hpc.common.errors import ExitCode, PrimerlError
 from tests.support import ROOT
 
 RECIPE = """\
@@ -151,6 +152,51 @@ def test_a_dry_run_writes_nothing_without_a_run_dir_and_prepares_one_with_it(fol
     assert state["state"] == "unknown" and "never submitted" in state["message"]
 
 
+JUDGED = """\
+kind: eval
+name: small
+model: {name: ./model}
+environments: {eval: [{id: reverse-text}]}
+judge: {model: {name: big}, base_url: "http://judge/v1", key_variable: NO_SUCH_KEY}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "profile", "code", "says"),
+    [
+        (RECIPE + "after: {export: {to: model}}\n", {}, ExitCode.OCCUPIED, "choose another after.export.to"),
+        (RECIPE + "after: {export: {to: x, profile: {nod: 1}}}\n", {}, ExitCode.CONFIG, "key 'nod'"),
+        (RECIPE, {"runs_dir": "$NOPE/x"}, ExitCode.CONFIG, "$NOPE, which is not set"),
+        (JUDGED, {}, ExitCode.CONFIG, "NO_SUCH_KEY"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_submission_refuses(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    profile: dict[str, str],
+    code: int,
+    says: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "recipe.yaml").write_text(recipe)
+    changes = [word for key, value in profile.items() for word in ("--profile-set", f"{key}={value}")]
+    for last in ((), ("--dry-run",)):
+        done = CliRunner().invoke(cli, ["submit", "recipe.yaml", "-p", "local", *changes, *last])
+        assert isinstance(done.exception, PrimerlError), done.output
+        assert done.exception.exit_code == code and says in str(done.exception)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [("plan",), ("render",), ("submit", "--dry-run")], ids=" ".join)
+def test_what_is_shown_lies_where_the_profile_puts_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(folder)
+    words = (*words, "recipe.yaml", "-p", "local", "--profile-set", "runs_dir=/r", "--json")
+    assert "/r/small" in CliRunner().invoke(cli, words, catch_exceptions=False).output
+
+
 def test_slurm_without_slurm_is_refused_and_leaves_no_run_directory(folder: Path, tmp_path: Path) -> None:
     profile = tmp_path / "site.yaml"
     profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
@@ -184,6 +230,12 @@ def test_render_does_not_overwrite_another_script(folder: Path) -> None:
     (folder / "out" / "job.sbatch").write_text("mine\n")
     done = primerl("render", "recipe.yaml", "-p", "local", "--out", "out", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
+
+
+def test_render_leaves_a_file_that_is_no_text_alone(folder: Path) -> None:
+    (folder / "job.sbatch").write_bytes(b"\xff\x00")
+    done = primerl("render", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
+    assert done.returncode == ExitCode.OCCUPIED and (folder / "job.sbatch").read_bytes() == b"\xff\x00"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

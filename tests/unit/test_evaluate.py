@@ -149,7 +149,11 @@ def test_a_job_without_engines_asks_for_no_gpus_and_goes_to_the_cpu_partition(
     assert staying["reservation"] == "class" and not {"mem-per-gpu", "gres"} & staying.keys()
 
 
-def test_a_recipe_of_a_model_elsewhere_is_submitted_without_gpus_too(folder: Path) -> None:  # noqa: F811
+def test_a_recipe_of_a_model_elsewhere_is_submitted_without_gpus_too(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_KEY", "any")
     recipe = folder / "elsewhere.yaml"
     recipe.write_text(
         "kind: eval\nname: elsewhere\nmodel: {name: big}\nenvironments: {eval: [{id: reverse-text}]}\n"
