@@ -98,12 +98,12 @@ def install(package: str, target: str | None, pip_arguments: tuple[str, ...]) ->
 
 def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
     """``turns=2`` → {"turns": 2}; values are YAML. Raises click's UsageError."""
-    import yaml
+    from primerl_hpc.common.yamldoc import parse_value
 
     found = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise click.UsageError(f"--arg {word}: write KEY=VALUE")
-        found[key] = yaml.safe_load(value)
+        found[key] = parse_value(value)
     return found

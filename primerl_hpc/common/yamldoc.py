@@ -21,7 +21,16 @@ from primerl_hpc.common.errors import ConfigError, NotFoundError
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with two things of YAML 1.2: ``3e-6`` is a number, as everybody who writes a learning rate expects,
-    and ``12:00:00`` is text, as everybody who writes a walltime does (YAML 1.1 counts it in base 60)."""
+    and ``12:00:00`` is text, as everybody who writes a walltime does (YAML 1.1 counts it in base 60). What looks like
+    a value of some type and is none (``2024-13-45``) is a YAML error with its line, and so is a value inside itself."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=True)
+        except (ValueError, AttributeError, KeyError):  # PyYAML's own constructors raise these
+            kind = node.tag.rpartition(":")[2]
+            problem = f"'{str(node.value)[:40]}' is no {kind}; put it in quotes if it is text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 _BASE_60 = re.compile(r"[-+]?\d+(:[0-5]?\d)+(\.\d*)?$")
@@ -71,8 +80,8 @@ def load_yaml(path: Path, *, shown_as: str | None = None) -> Document:
         raise ConfigError(f"not a UTF-8 text file ({error.reason})", place=name) from None
     except PermissionError:
         raise NotFoundError(f"not readable: {name}") from None
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         document = Document(origins={"": name})
         if node is None:
@@ -87,21 +96,23 @@ def load_yaml(path: Path, *, shown_as: str | None = None) -> Document:
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark.line + 1) if error.problem_mark else 1
         raise ConfigError(f"YAML error: {error.problem}", place=f"{name}:{line}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"YAML error: {error}", place=name) from None
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"YAML error: the control character #x{error.character:02x} stands there", place=f"{name}:{line}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            "YAML error: nested too deeply, or an alias inside of what it names", place=name
+        ) from None
 
 
 def parse_value(text: str) -> Any:
-    """A value as it would be read in YAML: ``1e-5`` a number, ``true`` a boolean, ``[a, b]`` a list."""
-    loader = _Loader(text)
+    """A value as it would be read in YAML: ``1e-5`` a number, ``true`` a boolean, ``[a, b]`` a list; else the text."""
     try:
-        return loader.get_single_data()
-    except yaml.YAMLError:
+        return _Loader(text).get_single_data()
+    except (yaml.YAMLError, RecursionError):
         return text
-    finally:
-        loader.dispose()
 
 
 def from_override(path: str, text: str, origin: str, *, is_text: bool = False) -> Document:

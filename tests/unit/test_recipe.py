@@ -9,6 +9,7 @@ import pytest
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.assets import list_assets
 from primerl_hpc.common.errors import ConfigError, NotFoundError
+from primerl_hpc.common.yamldoc import parse_value
 from primerl_hpc.recipe.load import load_recipe
 
 MINIMAL = """\
@@ -197,6 +198,29 @@ def test_a_key_with_a_dash_is_named_also_where_it_was_set_or_is_of_a_profile(tmp
         load_recipe(write(tmp_path, MINIMAL), overrides=["max-steps=5"])
     with pytest.raises(ConfigError, match=r"unknown key 'scheduler.time-min'; did you mean 'scheduler.time"):
         load_profile(write(tmp_path, "name: p\nscheduler: {time-min: 5}\n"))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("2024-13-45", ":7: YAML error: '2024-13-45' is no timestamp; put it in quotes"),
+        ("0x_", ":7: YAML error: '0x_' is no int"),
+        ("!!int abc", ":7: YAML error: 'abc' is no int"),
+        ("!!bool maybe", ":7: YAML error: 'maybe' is no bool"),
+        ("1" * 5000, ":7: YAML error: '1111"),
+        ("!!timestamp foo", ":7: YAML error: 'foo' is no timestamp"),
+        ("a\x01", ":7: YAML error: the control character #x01"),
+        ("&a [*a]", ": YAML error: nested too deeply, or an alias inside of what it names"),
+        ("[" * 3000 + "]" * 3000, ": YAML error: nested too deeply"),
+    ],
+)
+def test_what_yaml_cannot_read_is_one_sentence_in_a_file_and_text_in_a_set(
+    tmp_path: Path, value: str, says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, f"{MINIMAL}seed: {value}\n"))
+    assert f"recipe.yaml{says}" in str(caught.value) and "\n" not in str(caught.value)
+    assert parse_value(value) == value
 
 
 def test_a_missing_recipe_lists_what_there_is(tmp_path: Path) -> None:
