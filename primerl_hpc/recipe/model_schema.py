@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from primerl_hpc.common import env
-from primerl_hpc.common.block import Auto, Block, Bool, Fraction, PositiveFloat, PositiveInt, Scalar
+from primerl_hpc.common.block import Auto, Block, Bool, PositiveFloat, PositiveFraction, PositiveInt, Scalar
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.evaluation_schema import BaseUrl
 from primerl_hpc.recipe.layout_schema import FrozenLayout
@@ -41,7 +41,7 @@ class Inference(Block):
 
     max_model_len: Auto | PositiveInt = "auto"
     """Longest prompt + completion in tokens; ``auto``: seq_len."""
-    gpu_memory_utilization: Fraction = 0.9
+    gpu_memory_utilization: PositiveFraction = 0.9
     """Share of a GPU's memory that an engine may take."""
     kv_cache_gib: PositiveFloat | None = None
     """Size of the KV cache per engine rank in GiB instead of a share; on CPU the default is 1."""

@@ -14,6 +14,7 @@ from primerl_hpc.common.block import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Scalar,
 )
@@ -30,8 +31,9 @@ class Sampling(Block):
     temperature: NonNegativeFloat = 1.0
     max_tokens: PositiveInt = 512
     """Longest completion of one turn, in tokens."""
-    top_p: Fraction = 1.0
-    top_k: int = -1
+    top_p: PositiveFraction = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1)] = -1
+    """Sample among so many of the likeliest tokens; -1 or 0: among all."""
     min_p: Fraction = 0.0
     extra: dict[str, Scalar] = Field(default_factory=dict)
     """More vLLM sampling parameters."""

@@ -33,7 +33,7 @@ class Timeouts(Block):
     """One engine's load of one policy version."""
     stall_s: PositiveInt = 3600
     """Supervisor: for the next finished rollout or step, or ten times the longest wait so far where that is longer. Then the role that holds the run up writes down its stacks and is ended like one that died."""
-    health_s: Annotated[int, Field(ge=10)] = 300
+    health_s: Annotated[int, Field(strict=True, ge=10)] = 300
     """For an engine, the router, the teacher, the judge or an environment server that answers nobody, and an engine that makes no token of its requests. Then it is started again. On a busy machine a working server may be silent for seconds."""
     distributed_s: PositiveInt = 3600
     """A collective of the trainer."""

@@ -112,6 +112,12 @@ class Recipe(Block):
             raise ValueError(f"kind {self.kind} needs max_steps")
         if self.kind == Kind.RL and not self.environments.train:
             raise ValueError("kind rl needs at least one environment under environments.train")
+        is_sampled = any(kind != "sft_distill" for kind in self.algorithm_types)  # there the teacher samples
+        if self.kind == Kind.RL and is_sampled and self.rollouts.sampling.temperature == 0:
+            raise ValueError(
+                "kind rl needs a rollouts.sampling.temperature above 0: log-probabilities are divided by it; "
+                "an evaluation may have its own sampling"
+            )
         if self.kind == Kind.EVAL and not self.environments.eval:
             raise ValueError("kind eval needs at least one environment under environments.eval")
         if self.kind == Kind.SFT and self.sft is None:

@@ -11,6 +11,7 @@ from primerl_hpc.common.block import (
     Block,
     Bool,
     Fraction,
+    FractionBelowOne,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -92,7 +93,7 @@ class AdamW(Block):
     type: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-6
     weight_decay: NonNegativeFloat = 0.01
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     max_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm to this; null: no clipping."""
@@ -115,7 +116,7 @@ class Muon(Block):
     weight_decay: NonNegativeFloat = 0.01
     momentum: Fraction = 0.95
     nesterov: Bool = True
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
     """AdamW's, for what is no matrix."""
     eps: PositiveFloat = 1e-8
     max_norm: PositiveFloat | None = 1.0
@@ -214,7 +215,7 @@ class LoRA(Block):
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """The adapter's product is scaled by alpha / rank."""
-    dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+    dropout: FractionBelowOne = 0.0
     """Share of an adapter's inputs that training leaves out at random; kind sft only."""
     target_modules: Auto | Annotated[tuple[str, ...], Field(min_length=1)] = "auto"
     """What gets an adapter, by the ends of module names: ``[q_proj, v_proj, mlp.experts]``; ``auto``: every linear layer of the decoder's blocks, and fused experts."""

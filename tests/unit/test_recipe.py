@@ -142,6 +142,13 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
         (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
         (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+        (MINIMAL + "rollouts: {sampling: {temperature: 0}}\n", ["kind rl needs", "temperature above 0"]),
+        (MINIMAL + "rollouts: {sampling: {top_p: 0}}\n", ["rollouts.sampling.top_p", "greater than 0"]),
+        (MINIMAL + "rollouts: {sampling: {top_k: -2}}\n", ["rollouts.sampling.top_k", "equal to -1"]),
+        (MINIMAL + "rollouts: {sampling: {top_k: true}}\n", ["rollouts.sampling.top_k", "integer"]),
+        (MINIMAL + "optimizer: {betas: [0.9, 1.0]}\n", ["optimizer.betas.1", "less than 1"]),
+        (MINIMAL + "inference: {gpu_memory_utilization: 0}\n", ["gpu_memory_utilization", "greater than 0"]),
+        (MINIMAL + "timeouts: {health_s: '30'}\n", ["timeouts.health_s", "integer"]),
         (MINIMAL + "timeouts: {health_s: 3}\n", ["timeouts.health_s", "10"]),
         ("kind: inference\nname: a\nmodel: {name: m}\njudge: {model: {name: j}}\n", ["kinds rl and eval"]),
         (
@@ -198,6 +205,17 @@ def test_a_key_with_a_dash_is_named_also_where_it_was_set_or_is_of_a_profile(tmp
         load_recipe(write(tmp_path, MINIMAL), overrides=["max-steps=5"])
     with pytest.raises(ConfigError, match=r"unknown key 'scheduler.time-min'; did you mean 'scheduler.time"):
         load_profile(write(tmp_path, "name: p\nscheduler: {time-min: 5}\n"))
+
+
+def test_temperature_0_is_for_evaluations_and_for_replies_of_a_teacher(tmp_path: Path) -> None:
+    cold = "rollouts: {sampling: {temperature: 0}}\n"
+    taught = "algorithm: {type: sft_distill}\nteacher: {base_url: 'http://h/v1', model: {name: t}}\n"
+    evaluated = MINIMAL.replace(
+        "[{id: reverse-text}]", "[{id: a}]\n  eval: [{id: b, sampling: {temperature: 0}}]"
+    )
+    alone = "kind: eval\nname: a\nmodel: {name: m}\nenvironments: {eval: [{id: a}]}\n"
+    for text in (MINIMAL + cold + taught, evaluated, alone + cold):
+        assert load_recipe(write(tmp_path, text)).recipe
 
 
 @pytest.mark.parametrize(
