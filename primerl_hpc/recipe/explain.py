@@ -10,6 +10,7 @@ import ast
 import inspect
 import sys
 import types
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -17,8 +18,17 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.validate import all_paths, block_at, blocks_at, is_named, nearest, nearest_path
+from primerl_hpc.common.validate import (
+    all_paths,
+    block_at,
+    blocks_at,
+    is_named,
+    nearest,
+    nearest_path,
+    unfold,
+)
 from primerl_hpc.recipe.load import LoadedRecipe
+from primerl_hpc.recipe.schema import Recipe
 
 
 @cache
@@ -152,7 +162,10 @@ def _value_at(recipe: BaseModel, path: tuple[str, ...]) -> Any:
 
 
 def json_schema(root: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema, with each field's docstring as its description."""
+    """The JSON schema of a file, with each field's docstring as its description.
+
+    Of a recipe that may name a ``base``: what that may say is required only in the items of lists, which it cannot complete.
+    """
     schema = root.model_json_schema()
     blocks = {each.__name__: each for each in _all_blocks(root)}
     for name, definition in {**schema.get("$defs", {}), root.__name__: schema}.items():
@@ -160,12 +173,44 @@ def json_schema(root: type[BaseModel]) -> dict[str, Any]:
         for field, entry in definition.get("properties", {}).items():
             if block is not None and field in block.model_fields and (doc := field_doc(block, field)):
                 entry["description"] = doc
+    for part in _parts(schema):
+        if part.pop(
+            "discriminator", None
+        ):  # a block without its type fits several branches: its default counts
+            part["anyOf"] = part.pop("oneOf")
+    if root is Recipe:
+        _allow_a_base(schema)
     return schema
 
 
-def _all_blocks(root: type[BaseModel]) -> list[type[BaseModel]]:
-    from primerl_hpc.common.validate import unfold
+def _allow_a_base(schema: dict[str, Any]) -> None:
+    texts = {"type": "array", "items": {"type": "string"}}
+    schema["properties"]["base"] = {
+        "anyOf": [{"type": "string"}, texts],
+        "description": "Recipes that this one is laid over: a name or a list, relative to this file or shipped.",
+    }
+    names, found = [""], set()
+    for name in names:  # grows: every block on the way, but for those in lists alone
+        block = schema["$defs"][name] if name else schema
+        block.pop("required", None)
+        for part in _parts(block.get("properties", {}), is_in_lists=False):
+            inner = str(part.get("$ref", "")).rpartition("/")[2]
+            if inner and inner not in found:
+                found.add(inner)
+                names.append(inner)
 
+
+def _parts(value: Any, *, is_in_lists: bool = True) -> Iterator[dict[str, Any]]:
+    """Every mapping in a schema; ``is_in_lists``: also in what it says about the items of lists."""
+    if isinstance(value, dict):
+        yield value
+        value = [each for name, each in value.items() if is_in_lists or name not in ("items", "prefixItems")]
+    if isinstance(value, list):
+        for each in value:
+            yield from _parts(each, is_in_lists=is_in_lists)
+
+
+def _all_blocks(root: type[BaseModel]) -> list[type[BaseModel]]:
     found: list[type[BaseModel]] = [root]
     for block in found:
         for field in block.model_fields.values():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.assets import find_asset, list_assets
 from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.common.yamldoc import load_yaml
 from primerl_hpc.recipe.explain import explain, explain_all, json_schema
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.schema import Recipe
@@ -43,3 +46,26 @@ def test_every_key_can_be_explained(root: type) -> None:
 def test_the_schema_carries_the_docstrings() -> None:
     properties = json_schema(Recipe)["$defs"]["Rollouts"]["properties"]
     assert properties["batch_size"]["description"].startswith("Rollouts that one trainer step consumes")
+
+
+@pytest.mark.parametrize(
+    ("root", "folder", "name"),
+    [(Recipe, "recipes", name) for name in list_assets("recipes")]
+    + [(Profile, "cluster_profiles", name) for name in list_assets("cluster_profiles")],
+)
+def test_the_schema_takes_every_shipped_file(root: type, folder: str, name: str) -> None:
+    Draft202012Validator(json_schema(root)).validate(load_yaml(find_asset(folder, name)).values)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_taken"),
+    [
+        ({"base": ["a.yaml"], "model": {"dtype": "float16"}, "loss": {"type": "dppo", "kl_tau": 0.1}}, True),
+        ({"base": "a", "environments": {"train": [{"ratio": 2.0}]}}, False),
+        ({"base": 3}, False),
+        ({"loss": {"type": "ppo"}}, False),
+        ({"max-steps": 3}, False),
+    ],
+)
+def test_the_schema_leaves_to_a_base_what_it_can_complete(recipe: dict, is_taken: bool) -> None:
+    assert Draft202012Validator(json_schema(Recipe)).is_valid(recipe) == is_taken
