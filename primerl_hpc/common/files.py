@@ -78,7 +78,7 @@ def read_json(path: Path) -> Any:
     """Parsed content, or DataError naming the file when it is not JSON. FileNotFoundError passes through."""
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # bad JSON, or bytes that are no UTF-8
         raise DataError(f"not valid JSON ({error})", place=str(path)) from error
 
 

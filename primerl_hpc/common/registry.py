@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -57,11 +58,17 @@ def _index() -> Path:
 
 
 def register_run(run: RunDir) -> None:
+    """A home that is full or read-only stops no run: a warning on stderr says what it costs."""
     key = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
-    write_json(
-        _folder() / f"{key}.json",
-        {"path": str(run.root), "name": run.root.name, "submitted": round(time.time(), 3)},
-    )
+    entry = {"path": str(run.root), "name": run.root.name, "submitted": round(time.time(), 3)}
+    try:
+        write_json(_folder() / f"{key}.json", entry)
+    except OSError as error:
+        print(
+            f"warning: {_folder()}: {error.strerror or error}: list does not show this run; "
+            f"name it by its path, {run.root}",
+            file=sys.stderr,
+        )
 
 
 def registered_runs() -> list[RegisteredRun]:
@@ -79,8 +86,8 @@ def registered_runs() -> list[RegisteredRun]:
                 continue
             is_new = True
             entry = read_json_or_none(Path(file.path))
-            if isinstance(entry, dict) and {"path", "name", "submitted"} <= entry.keys():
-                runs.append(_from_entry(file.name, {**entry, "stamp": stamp}))
+            if isinstance(entry, dict) and _is_entry(entry := {**entry, "stamp": stamp}):
+                runs.append(_from_entry(file.name, entry))
     if is_new or len(runs) != len(known):
         _write_index(runs)
     return sorted(runs, key=lambda run: run.submitted, reverse=True)
@@ -143,7 +150,17 @@ def _read_index() -> dict[str, dict[str, Any]]:
     index = read_json_or_none(_index())
     if not isinstance(index, dict) or index.get("version") != _INDEX_VERSION:
         return {}
-    return index["runs"]
+    runs = index.get("runs")
+    return {key: entry for key, entry in runs.items() if _is_entry(entry)} if isinstance(runs, dict) else {}
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and all(isinstance(entry.get(name), str) for name in ("path", "name"))
+        and all(isinstance(entry.get(name), int | float) for name in ("submitted", "stamp"))
+        and isinstance(entry.get("memory", {}), dict)
+    )
 
 
 def _write_index(runs: Iterable[RegisteredRun]) -> None:
