@@ -44,6 +44,8 @@ def command(
     from primerl_hpc.plan.types import load_plan
 
     found = find_run(run)
+    if prompt is None and sys.stdin is None:
+        raise click.UsageError("stdin is closed: ask with --prompt")
     is_talk = prompt is None and sys.stdin.isatty()
     if (there := hop_command(found, sys.argv[1:], is_terminal=is_talk)) is not None:
         hop(there)

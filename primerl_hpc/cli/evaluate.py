@@ -30,7 +30,7 @@ class Steps(click.ParamType):
         if isinstance(value, tuple) or value == "all":
             return value
         words = [word.strip() for word in value.split(",")]
-        if not all(word.isdigit() and int(word) > 0 for word in words):
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
             self.fail(f"{value!r} is neither all nor a list like 10,20,30", param, ctx)
         return tuple(int(word) for word in words)
 

@@ -46,7 +46,11 @@ SLURM_TIMEOUT_S = 5.0
     help="Redraw until ^C; with --json a line whenever something changed.",
 )
 @click.option(
-    "--interval", default=2.0, show_default=True, help="Seconds between redraws; more while nothing changes."
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between redraws; more while nothing changes.",
 )
 @json_option
 def command(

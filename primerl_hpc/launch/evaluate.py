@@ -27,7 +27,7 @@ from primerl_hpc.launch.submit import Submitted, check_not_running, prepare_run,
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe, resolve_recipe_path, with_overrides
-from primerl_hpc.recipe.rollout_schema import EvalEnvironment
+from primerl_hpc.recipe.rollout_schema import EvalEnvironment, check_labels
 from primerl_hpc.recipe.schema import Recipe
 
 
@@ -134,7 +134,13 @@ def _settings(settings: Evaluation, request: EvalRequest, weights: Path | None) 
 
 def _environments(recipe: Recipe, request: EvalRequest) -> tuple[EvalEnvironment, ...]:
     known = {environment.label: environment for environment in recipe.environments.eval}
-    chosen = [known.get(name) or EvalEnvironment(id=name) for name in request.environments]
+    chosen = [known.get(name) or EvalEnvironment(id=name) for name in dict.fromkeys(request.environments)]
+    try:
+        check_labels(chosen)
+    except ValueError as error:
+        raise ConfigError(
+            f"--env: {error}", mend="environments with names of their own stand in a recipe"
+        ) from None
     changes = {
         name: value
         for name, value in (("samples", request.samples), ("num_tasks", request.num_tasks))

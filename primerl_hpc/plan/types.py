@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import DataError, NotFoundError
@@ -173,15 +173,26 @@ class Plan(Block):
 
 
 def load_plan(run_dir: RunDir) -> Plan:
-    """Raises NotFoundError when ``run_dir`` holds no run, DataError when its plan is of another version."""
+    """Raises NotFoundError when ``run_dir`` holds no run, DataError when its plan is of another version or was changed."""
     try:
         raw = read_json(run_dir.plan)
     except FileNotFoundError:
         raise NotFoundError("no run here: plan.json is missing", place=str(run_dir.root)) from None
-    if raw.get("version") != PLAN_VERSION:
+    version = raw.get("version") if isinstance(raw, dict) else None
+    mend = "run it with the version that made it, or submit again"
+    if version != PLAN_VERSION:
         raise DataError(
-            f"plan version {raw.get('version')} was written by another primerl-hpc (this one reads {PLAN_VERSION})",
+            f"plan version {version} was written by another primerl-hpc (this one reads {PLAN_VERSION})",
             place=str(run_dir.plan),
-            mend="run it with the version that made it, or submit again",
+            mend=mend,
         )
-    return Plan.model_validate(raw)
+    try:
+        return Plan.model_validate(raw)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise DataError(
+            f"{key}: {fault['msg']}; another primerl-hpc wrote this plan, or somebody changed it",
+            place=str(run_dir.plan),
+            mend=mend,
+        ) from None

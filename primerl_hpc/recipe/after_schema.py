@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from primerl_hpc.common.block import Block, Bool, PositiveInt
-from primerl_hpc.recipe.rollout_schema import EvalEnvironment
+from primerl_hpc.recipe.rollout_schema import EvalEnvironment, check_labels
 
 
 class AfterJob(Block):
@@ -49,6 +49,12 @@ class EvaluationAfter(AfterJob):
     """Default: the recipe's ``environments.eval``."""
     replicas: PositiveInt | None = None
     """Engines; default: the recipe's ``layout.inference``."""
+
+    @field_validator("environments")
+    @classmethod
+    def _environments_have_names(cls, value: tuple[EvalEnvironment, ...]) -> tuple[EvalEnvironment, ...]:
+        check_labels(value)
+        return value
 
 
 class After(Block):

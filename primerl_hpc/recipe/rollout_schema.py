@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -92,6 +93,16 @@ class EvalEnvironment(Environment):
     """Default: the training sampling."""
 
 
+def check_labels(split: Sequence[Environment]) -> None:
+    """Raises ValueError for environments that cannot be told apart, or name no file."""
+    labels = [environment.label for environment in split]
+    for label in labels:
+        if not is_valid_name(label):
+            raise ValueError(f"environment name {label!r} cannot name a log file; set 'name'")
+        if labels.count(label) > 1:
+            raise ValueError(f"two environments are called {label!r}; give one of them a 'name'")
+
+
 class Environments(Block):
     train: tuple[TrainEnvironment, ...] = ()
     eval: tuple[EvalEnvironment, ...] = ()
@@ -101,12 +112,7 @@ class Environments(Block):
     @model_validator(mode="after")
     def _labels_are_file_names_and_unique(self) -> Self:
         for split in (self.train, self.eval):
-            labels = [environment.label for environment in split]
-            for label in labels:
-                if not is_valid_name(label):
-                    raise ValueError(f"environment name {label!r} cannot name a log file; set 'name'")
-                if labels.count(label) > 1:
-                    raise ValueError(f"two environments are called {label!r}; give one of them a 'name'")
+            check_labels(split)
         return self
 
     @property
@@ -168,4 +174,5 @@ __all__ = [
     "Rollouts",
     "Sampling",
     "TrainEnvironment",
+    "check_labels",
 ]

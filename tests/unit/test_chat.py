@@ -6,9 +6,11 @@ import socket
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from primerl_hpc.cli.chat import command
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import write_json
@@ -44,6 +46,12 @@ def test_a_run_that_serves_nothing_says_why(run: RunDir) -> None:
         find_server(run)
     done = CliRunner().invoke(cli, ["chat", str(run.root), "--prompt", "hello"])
     assert isinstance(done.exception, NotFoundError)
+
+
+def test_without_stdin_a_question_needs_prompt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(click.UsageError, match="--prompt"):
+        command.callback(str(run.root), None, None, None, None, False)  # type: ignore[misc]
 
 
 def test_a_key_that_is_not_there_is_said_so_and_one_that_is_is_used(run: RunDir) -> None:

@@ -15,7 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from primerl_hpc.cli.main import cli
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError, PrimerlError
+from primerl_hpc.common.errors import (
+    ConfigError,
+    DataError,
+    ExitCode,
+    NotFoundError,
+    OccupiedError,
+    PrimerlError,
+)
 from primerl_hpc.common.files import append_json, read_json, read_jsonl, write_json
 from primerl_hpc.common.lock import process_start_time
 from primerl_hpc.common.names import MAIN_PHASE, RunState
@@ -112,6 +119,42 @@ def test_a_runs_model_weights_and_environments_are_taken_from_its_plan(trained: 
         and "evaluator" in roles
         and "trainer" not in roles
     )
+
+
+def test_an_environment_that_is_named_twice_is_evaluated_once(trained: RunDir) -> None:
+    words = ("--env", "alphabet-sort", "--env", "held-out", "--env", "alphabet-sort")
+    labels = [each.label for each in prepare(*words).phases[0].recipe.environments.eval]
+    assert labels == ["alphabet-sort", "held-out"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ([""], "environment name ''"),
+        (["x y"], "environment name 'x y'"),
+        (["a/same", "b/same"], "two environments"),
+    ],
+)
+def test_an_environment_without_a_name_of_its_own_is_refused(
+    trained: RunDir, names: list[str], says: str
+) -> None:
+    done = primerl("eval", "run", "--dry-run", *(word for name in names for word in ("--env", name)))
+    assert isinstance(done.exception, ConfigError) and f"--env: {says}" in str(done.exception)
+
+
+def test_a_plan_that_another_version_wrote_or_somebody_changed_is_refused(trained: RunDir) -> None:
+    plan = read_json(trained.plan)
+    for changed in (plan | {"surprise": 1}, plan | {"version": 0}, [plan]):
+        write_json(trained.plan, changed)
+        with pytest.raises(DataError, match="another primerl-hpc"):
+            load_plan(trained)
+
+
+@pytest.mark.parametrize(
+    "words", [("eval", "run", "--steps", "²"), ("status", "--watch", "--interval", "-1")], ids=" ".join
+)
+def test_numbers_that_are_none_are_a_usage_error(trained: RunDir, words: tuple[str, ...]) -> None:
+    assert primerl(*words).exit_code == ExitCode.USAGE
 
 
 def test_a_model_elsewhere_needs_no_engines_and_no_model_folder(trained: RunDir, monkeypatch) -> None:

@@ -185,6 +185,10 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             ["after.export.merge is for recipes with lora"],
         ),
         (
+            MINIMAL + "after: {evaluation: {environments: [{id: a}, {id: a}]}}\n",
+            ["after.evaluation.environments", "two environments are called 'a'"],
+        ),
+        (
             "kind: sft\nname: a\nmodel: {name: m}\nmax_steps: 1\nsft: {data: {path: a}}\nlora: {rank: 1024}\n"
             "after: {evaluation: {environments: [{id: reverse-text}]}}\n",
             ["lora.rank 1024", "512"],

@@ -351,9 +351,28 @@ def test_a_run_that_is_over_is_remembered_until_it_moves_again(tmp_path: Path) -
 def test_a_lost_or_spoilt_index_costs_nothing_but_time(tmp_path: Path, home: Path) -> None:
     make_run(tmp_path / "a", "done")
     assert len(Catalog(JobWatcher(Slurm())).look()) == 1
-    for spoilt in (b"", b"{", b"[]", b'{"version": 99}'):
+    key = registry.registered_runs()[0].key
+    broken: list[Any] = [
+        None,
+        [],
+        {key: 3},
+        {key: {"path": 1}},
+        {key: {"path": "/", "name": "a", "stamp": 0}},
+    ]
+    shapes = [json.dumps({"version": 1, "runs": runs}).encode() for runs in broken]
+    for spoilt in (b"", b"{", b"\xff", b"[]", b'{"version": 99}', *shapes):
         (home / "index.json").write_bytes(spoilt)
         assert [brief.state for brief in Catalog(JobWatcher(Slurm())).look()] == [RunState.DONE]
+
+
+def test_a_home_that_cannot_be_written_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "file"))
+    registry.register_run(RunDir(tmp_path / "a"))
+    said = capsys.readouterr().err
+    assert said.startswith("warning: ") and f"name it by its path, {tmp_path / 'a'}" in said
 
 
 def test_gone_directories_are_listed_as_gone_and_can_be_forgotten(tmp_path: Path) -> None:
