@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -64,8 +66,26 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 
 
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """``… | head`` is no failure; click by itself would make it exit code 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(ExitCode.DONE) from None
+
+
 class LazyGroup(click.Group):
     """Knows its commands' names and help lines without importing them."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _reader_may_leave():  # --help
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader_may_leave():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -100,7 +120,7 @@ Example:
 Exit codes:
   0 done        1 failed       2 usage          65 bad data    66 not found
   69 scheduler  73 occupied    75 stopped       76 preempted   78 configuration
-  93 do not go on              94 bad node
+  93 do not go on              94 bad node     130 interrupted (^C)
 """
 
 
@@ -133,9 +153,6 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.DONE
     except OSError as error:
         if env.is_debug():
             raise

@@ -250,6 +250,22 @@ def test_a_mistyped_command_offers_the_nearest(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.USAGE and "'submit'" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("explain",), ("--help",)], ids=" ".join)
+def test_a_reader_that_goes_away_ends_a_command_quietly(words: tuple[str, ...], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "primerl_hpc", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_debug_shows_the_traceback(folder: Path) -> None:
     done = primerl("--debug", "submit", "nothing.yaml", "-p", "local", cwd=folder)
     assert "Traceback" in done.stderr
