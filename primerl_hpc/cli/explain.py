@@ -24,6 +24,12 @@ def command(
     from primerl_hpc.recipe.load import load_recipe
     from primerl_hpc.recipe.schema import Recipe
 
+    if recipe is not None and what == "profile":
+        raise click.UsageError(
+            "--recipe shows values of a recipe, and --of profile asks for keys of a profile"
+        )
+    if overrides and recipe is None:
+        raise click.UsageError("--set changes what --recipe shows, which is missing")
     root = Recipe if what == "recipe" else Profile
     if key is None:
         entries = explain_all(root)

@@ -18,6 +18,8 @@ _JOB_OPTIONS = ("partition", "account", "qos", "time", "reservation")
 
 def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None:
     """Collects ``scheduler.time=60`` for `load_chosen_profile`; the flags stand above ``--profile-set``."""
+    if value == "":
+        raise click.BadParameter("must not be empty")
     if not value:
         return
     changes = ctx.meta.setdefault(_CHANGES, [])

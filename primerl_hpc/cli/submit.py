@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -88,7 +89,7 @@ def _dry_run(loaded, profile, run_dir: Path | None, chain, as_json: bool) -> int
     click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
     launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
     if path is not None:
-        click.echo(f"prepared; start it by hand with:  {launcher} {path}")
+        click.echo(f"prepared; start it by hand with:  {launcher} {shlex.quote(str(path))}")
     else:
         click.echo("nothing was written or started; --run-dir D prepares D as well")
     return 0

@@ -129,6 +129,11 @@ def from_override(path: str, text: str, origin: str, *, is_text: bool = False) -
     return Document(value, origins)
 
 
+def with_dots(key: str) -> str:
+    """``a[0].b`` as ``a.0.b``"""
+    return re.sub(r"\[(\d+)\]", r".\1", key.strip())
+
+
 def dump_yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False)
 

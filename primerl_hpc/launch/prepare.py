@@ -8,6 +8,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunD
             raise OccupiedError(
                 "the run directory is not empty",
                 place=str(root),
-                mend="choose another --run-dir, or go on with it: primerl-hpc resume " + str(root),
+                mend=f"choose another --run-dir, or go on with it: primerl-hpc resume {shlex.quote(str(root))}",
             )
         root.mkdir(parents=True, exist_ok=True)
         return RunDir(root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -143,11 +144,15 @@ def what_is_missing(run: RunDir) -> NotFoundError:
     """For a role whose log is not there yet, or never came to be."""
     state, message = real_state(run, read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {})
     why = f" ({message})" if message else ""
+    if state == RunState.UNKNOWN:  # nobody started it
+        mend = f"primerl-hpc resume {shlex.quote(run.root.name)}"
+    elif state.is_final:
+        mend = "primerl-hpc logs … job shows what the job itself printed"
+    else:
+        mend = "-f waits for it"
     return NotFoundError(
         f"no log yet: the run is {state.value}{why}",
-        mend="primerl-hpc logs … job shows what the job itself printed"
-        if state.is_final
-        else "-f waits for it",
+        mend=mend,
     )
 
 

@@ -12,7 +12,8 @@ import textwrap
 from typing import Any, Literal
 
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.files import read_last_jsonl
+from primerl_hpc.common.files import read_json_or_none, read_last_jsonl
+from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.text import WIDTH, cut
 
@@ -20,6 +21,7 @@ Split = Literal["train", "eval"]
 Order = Literal["last", "best", "worst"]
 WINDOW = 2000
 """Last rows of the file that are looked at."""
+_OF = {"train": "training", "eval": "evaluations"}
 _INDENT = " " * 16
 _HEADER = f"{'ENVIRONMENT':<20} {'VERSION':>8} {'REWARD':>7} {'ADVANTAGE':>9} {'TOKENS':>6} {'TURNS':>5}"
 
@@ -32,13 +34,14 @@ def pick_samples(
     ``split`` None: of training, or of evaluation where nothing is trained. Raises NotFoundError when there are none.
     """
     if split is None:
-        split = "train" if run.traces("train").exists() else "eval"
+        kind = (read_json_or_none(run.plan) or {}).get("kind")
+        split = "eval" if kind == Kind.EVAL else "train"
     rows = [row for row in read_last_jsonl(run.traces(split), WINDOW) if "reward" in row]
     fitting = [row for row in rows if env in (None, row["env"])]
     if not fitting:
         known = ", ".join(dict.fromkeys(row["env"] for row in rows))
         raise NotFoundError(
-            f"no finished rollouts of {f'environment {env}' if env else split}",
+            f"no finished rollouts of {f'environment {env}' if env else _OF[split]}",
             place=str(run.traces(split)),
             mend=f"there are some of: {known}" if known else f"primerl-hpc status {run.root.name}",
         )

@@ -27,6 +27,7 @@ from primerl_hpc.common.validate import (
     nearest_path,
     unfold,
 )
+from primerl_hpc.common.yamldoc import with_dots
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema import Recipe
 
@@ -89,6 +90,7 @@ def type_name(annotation: Any) -> str:
 
 def explain(root: type[BaseModel], key: str, loaded: LoadedRecipe | None = None) -> dict[str, Any]:
     """Raises NotFoundError with the nearest key."""
+    key = with_dots(key)
     path = tuple(part for part in key.split(".") if part)
     owner = block_at(root, path[:-1]) if path else None
     name = path[-1] if path else ""

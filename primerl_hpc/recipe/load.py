@@ -6,7 +6,6 @@ loaded.recipe.max_steps, loaded.document.origins["max_steps"]         # 5, '--se
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.assets import find_asset
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.validate import is_text, validate
-from primerl_hpc.common.yamldoc import Document, from_override, load_yaml
+from primerl_hpc.common.yamldoc import Document, from_override, load_yaml, with_dots
 from primerl_hpc.recipe.schema import Recipe
 
 
@@ -51,7 +50,7 @@ def with_overrides(document: Document, overrides: Sequence[str]) -> Document:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value")
-        key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
+        key = with_dots(key)
         document = document.overlay(from_override(key, value, "--set", is_text=is_text(Recipe, key)))
     return document
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from primerl_hpc.cli.main import COMMANDS, cli
-from primerl_hpc.common.errors import ExitCode, PrimerlError
+from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from tests.support import ROOT
 
 RECIPE = """\
@@ -111,11 +111,12 @@ def test_bad_input_is_one_sentence_starts_nothing_and_writes_nothing(folder: Pat
 
 
 def test_an_occupied_run_directory_is_refused_and_left_alone(folder: Path) -> None:
-    (folder / "mine").mkdir()
-    (folder / "mine" / "thesis.txt").write_text("years of work")
-    done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "mine", cwd=folder)
+    (folder / "my thesis").mkdir()
+    (folder / "my thesis" / "thesis.txt").write_text("years of work")
+    done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "my thesis", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and "not empty" in done.stderr
-    assert [path.name for path in (folder / "mine").iterdir()] == ["thesis.txt"]
+    assert f"primerl-hpc resume '{folder}/my thesis'" in done.stderr
+    assert [path.name for path in (folder / "my thesis").iterdir()] == ["thesis.txt"]
 
 
 def test_an_unknown_profile_and_run_name_what_there_is(folder: Path) -> None:
@@ -136,6 +137,19 @@ def test_the_environment_may_name_the_profile_and_override_keys(folder: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["phases"][0]["recipe"]["max_steps"] == 7
+
+
+def test_a_prepared_run_is_started_by_hand_whatever_its_folder_is_called(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ("submit", "recipe.yaml", "-p", "local", "--dry-run", "--run-dir", "my run")
+    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert f"bash '{folder}/my run/launch/job.sbatch'\n" in done.output
+    with pytest.raises(NotFoundError, match="primerl-hpc resume 'my run'"):
+        CliRunner().invoke(cli, ("logs", "my run", "-f"), catch_exceptions=False)
+    done = CliRunner().invoke(cli, ("submit", "recipe.yaml", "-p", "local", "--partition", ""))
+    assert done.exit_code == ExitCode.USAGE and "must not be empty" in done.output
 
 
 def test_a_dry_run_writes_nothing_without_a_run_dir_and_prepares_one_with_it(folder: Path) -> None:

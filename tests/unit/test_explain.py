@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
+from primerl_hpc.cli.main import cli
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.assets import find_asset, list_assets
 from primerl_hpc.common.errors import NotFoundError
@@ -30,6 +32,18 @@ def test_explain_tells_what_each_branch_of_a_union_is() -> None:
     entry = explain(Recipe, "algorithm.type")
     assert {"grpo", "rae", "custom"} <= set(entry["type"].split(" | "))
     assert "rae: Self-play" in entry["meaning"]
+
+
+def test_an_item_of_a_list_is_named_as_in_set() -> None:
+    assert explain(Recipe, "environments.train[0].id") == explain(Recipe, "environments.train.0.id")
+
+
+@pytest.mark.parametrize(
+    "words", [("--of", "profile", "--recipe", "reverse_text/tiny"), ("--set", "seed=1")], ids=" ".join
+)
+def test_explain_refuses_what_it_would_not_use(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, ["explain", "name", *words])
+    assert done.exit_code == 2 and "--recipe" in done.output
 
 
 def test_explain_offers_the_nearest_key() -> None:

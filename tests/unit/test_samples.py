@@ -46,8 +46,12 @@ def test_the_newest_the_best_or_the_worst_are_picked(run: RunDir) -> None:
 def test_what_is_not_there_is_named(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no finished rollouts of environment nim"):
         pick_samples(run, 1, env="nim")
-    with pytest.raises(NotFoundError, match="no finished rollouts of eval"):
+    with pytest.raises(NotFoundError, match="no finished rollouts of training"):
         pick_samples(RunDir(tmp_path / "other"), 1)
+    (tmp_path / "scored").mkdir()
+    (tmp_path / "scored" / "plan.json").write_text('{"kind": "eval"}')
+    with pytest.raises(NotFoundError, match="no finished rollouts of evaluations"):
+        pick_samples(RunDir(tmp_path / "scored"), 1)
 
 
 def test_a_line_of_each_text_fits_80_columns_and_the_task_of_a_long_prompt_is_in_it(run: RunDir) -> None:
