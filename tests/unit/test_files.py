@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -82,13 +83,14 @@ def test_waiting_names_what_did_not_come() -> None:
         files.wait_until(lambda: None, what="a miracle", timeout_s=0.05)
 
 
-def test_metrics_keep_the_last_row_of_a_step_and_nan_as_text(tmp_path: Path) -> None:
+def test_metrics_keep_the_last_row_of_a_step_and_nan_is_written_as_text(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "m.jsonl")
     writer.write(2, {"loss": 1.0})
     writer.write(1, {"loss": float("nan")})
     writer.write(2, {"loss": 2.0})
     rows = read_steps(tmp_path / "m.jsonl")
-    assert list(rows) == [1, 2] and rows[1]["loss"] == "nan" and rows[2]["loss"] == 2.0
+    assert list(rows) == [1, 2] and math.isnan(rows[1]["loss"]) and rows[2]["loss"] == 2.0
+    assert '"loss":"nan"' in (tmp_path / "m.jsonl").read_text()  # JSON has no word for it
 
 
 def test_latest_checkpoint_is_the_highest_complete_one(tmp_path: Path) -> None:
