@@ -115,8 +115,7 @@ class Recipe(Block):
         is_sampled = any(kind != "sft_distill" for kind in self.algorithm_types)  # there the teacher samples
         if self.kind == Kind.RL and is_sampled and self.rollouts.sampling.temperature == 0:
             raise ValueError(
-                "kind rl needs a rollouts.sampling.temperature above 0: log-probabilities are divided by it; "
-                "an evaluation may have its own sampling"
+                "kind rl needs a rollouts.sampling.temperature above 0; an evaluation may have its own sampling"
             )
         if self.kind == Kind.EVAL and not self.environments.eval:
             raise ValueError("kind eval needs at least one environment under environments.eval")
@@ -216,8 +215,8 @@ class Recipe(Block):
         alone = [] if isinstance(parts, str) else [each for each in parts if each.split(".")[-1] in ROUTERS]
         if alone:
             raise ValueError(
-                f"trainer.router_replay and activation_checkpointing [{alone[0]}] exclude each other: a router that is "
-                "recomputed alone chooses for itself; name the whole mixture, as in [mlp]"
+                f"trainer.router_replay and activation_checkpointing [{alone[0]}] exclude each other: name the whole "
+                "mixture, as in [mlp]; a router that is recomputed alone chooses for itself"
             )
         return self
 
@@ -383,11 +382,10 @@ class Recipe(Block):
         ``model_path``: hub id or folder that is version 0, and that engines start with. The model stays the tokenizer:
         renderers are found by its name. Of a recipe with adapters it evaluates these. Nothing is sent to a tracker: that has to be asked for again.
         """
-        inference = self.layout.inference.model_copy(
-            update={"elastic": False, "partition": None, "prefill": None}
-        )
+        alone: dict[str, Any] = {"elastic": False, "partition": None, "prefill": None}
         if replicas is not None:
-            inference = inference.model_copy(update={"replicas": replicas, "nodes": "auto"})
+            alone |= {"replicas": replicas, "nodes": "auto"}
+        inference = self.layout.inference.model_copy(update=alone)
         tokenizer = self.model.tokenizer or (self.model.name if self.model.name != model_path else None)
         return self.model_copy(
             update={
