@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from argparse import Namespace
@@ -72,10 +73,8 @@ def serve_headless(args: Namespace) -> None:
 async def _serve(
     args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-
     args.host, args.port = listener.getsockname()[:2]
-    server = asyncio.ensure_future(run_server_worker(f"http://{args.host}:{args.port}", listener, args))
+    server = asyncio.ensure_future(_serve_openai(args, listener))
     beside = asyncio.ensure_future(companion())
     try:
         await asyncio.wait({server, beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,6 +88,44 @@ async def _serve(
         beside.cancel()
         server.cancel()
         await asyncio.wait({beside, server})
+
+
+async def _serve_openai(args: Namespace, listener: socket.socket) -> None:
+    """Until the server ends: what vLLM's `run_server_worker` does, but for how the engine's processes are made on CPUs."""
+    from vllm.entrypoints.launchers.api_server import entry
+
+    if args.tool_parser_plugin:
+        entry.ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        entry.ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    engine_args = _engine_args().from_cli_args(args)
+    async with entry.build_async_engine_client_from_engine_args(engine_args) as client:
+        url = f"http://{args.host}:{args.port}"
+        is_over = await entry.build_and_serve(client, url, listener, args)
+    await is_over
+
+
+def _engine_args() -> Any:
+    """vLLM's AsyncEngineArgs. On CPUs the engine's processes are forked from this one: they have vLLM imported, which takes
+    half of an engine's start, and share its memory.
+
+    The CPU platform insists on spawn while the configuration is made, for the OpenMP threads that a parent may have; ours
+    has none (``OMP_NUM_THREADS``, plan/engine_env.py).
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    class Forked(AsyncEngineArgs):
+        def create_engine_config(self, *args: Any, **more: Any) -> Any:
+            config = super().create_engine_config(*args, **more)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            return config
+
+    if not current_platform.is_cpu():
+        return AsyncEngineArgs
+    # a signal to a child would be told to the event loop here
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    return Forked
 
 
 async def load_adapter(state: Any, name: str, folder: str) -> None:

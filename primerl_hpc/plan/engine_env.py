@@ -8,7 +8,7 @@ from __future__ import annotations
 _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # CUDA and the CPU platform both forbid fork once the parent has started threads
+    # CUDA forbids fork once the parent has used it; on CPUs inference/vllm_compat.py forks all the same
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
