@@ -5,8 +5,8 @@
     watchdog.rest()                # nothing is due
 
 A thread of each rank looks at the time of the last beat. The first rank to find it too old leaves a report
-(``control/hangs/<process>/rank_R.json``); the others see it and leave theirs. Which collective a rank entered last is in
-torch's flight recorder. A rank that cannot run Python any more is named by its silence, and faulthandler's own thread
+(``control/hangs/<process>/rank_R.json``); the others see it and leave theirs. Which collective a rank is in is in torch's
+flight recorders. A rank that cannot run Python any more is named by its silence, and faulthandler's own thread
 still writes its stacks to its stderr.
 """
 
@@ -37,7 +37,7 @@ RECORDED_COLLECTIVES = "256"
 
 @dataclass(frozen=True)
 class Collective:
-    """The last collective that a rank entered in one group; ``number`` counts those of the group."""
+    """Where a rank is in one group: its first collective that is not done, else its last. ``number`` counts the group's."""
 
     name: str
     number: int
@@ -135,17 +135,29 @@ def _place(stack: traceback.StackSummary) -> str:
 
 
 def last_collectives() -> dict[str, Collective]:
-    """From torch's flight recorder: the last collective enqueued in each process group."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return {}
+    """From torch's flight recorders, by backend and process group.
+
+    GPU ranks enter collectives ahead of the device: the first that is not done holds back those after it.
+    """
     found: dict[str, Collective] = {}
-    for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []):
-        if not entry["is_p2p"]:
-            name = entry["profiling_name"].split(":")[-1]
+    for entry in recorded_collectives():
+        backend, _, name = entry["profiling_name"].rpartition(":")
+        group = (
+            f"{backend} {entry['process_group'][0]}"  # of "cpu:gloo,cuda:nccl" each backend counts for itself
+        )
+        if not entry["is_p2p"] and (group not in found or found[group].is_done):
             is_done = entry["retired"] or entry["state"] == "completed"
-            found[str(entry["process_group"][0])] = Collective(name, entry["collective_seq_id"], is_done)
+            found[group] = Collective(name, entry["collective_seq_id"], is_done)
     return found
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Oldest first. NCCL has a recorder of its own; the other one is gloo's. A CPU build of torch lacks NCCL's."""
+    entries = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return entries
 
 
 def read_reports(folder: Path) -> dict[int, HangReport]:

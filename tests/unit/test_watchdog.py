@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from primerl_hpc.trainer.watchdog import (  # noqa: E402
     Collective,
     HangReport,
     Watchdog,
+    last_collectives,
     record_collectives,
     verdict,
 )
@@ -63,6 +65,40 @@ def report(rank: int, *collectives: tuple[str, int, bool], place: str = "sft_dat
 )
 def test_verdict_names_ranks_and_collective(reports, silent, expected):
     assert verdict({each.rank: each for each in reports}, silent) == expected
+
+
+def recorded(name: str, number: int, *, is_done: bool) -> dict:
+    return {
+        "profiling_name": f"nccl:{name}",
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "retired": is_done,
+        "state": "completed" if is_done else "scheduled",
+    }
+
+
+def test_of_collectives_entered_ahead_on_a_gpu_the_first_that_is_not_done_is_named(monkeypatch, tmp_path):
+    """A CPU build of torch lacks NCCL's recorder: here is what it would give, beside gloo's own."""
+    entries = [
+        recorded("all_reduce", 3, is_done=True),
+        recorded("_all_gather_base", 4, is_done=False),
+        recorded("_reduce_scatter_base", 5, is_done=False),
+    ]
+
+    def dump(includeCollectives: bool, onlyActive: bool) -> bytes:
+        return json.dumps({"entries": entries}).encode()
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    record_collectives()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.barrier()
+        found = last_collectives()
+    finally:
+        dist.destroy_process_group()
+    assert found["nccl 0"] == Collective("_all_gather_base", 4, is_done=False)
+    assert found["gloo 0"].name == "barrier"
 
 
 def run_rank(rank: int, folder: str) -> None:
