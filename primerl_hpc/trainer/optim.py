@@ -166,13 +166,18 @@ def _adamw(parameters: list[nn.Parameter], config: AdamWConfig | MuonConfig) -> 
 
 
 def matrix_parameters(hf: nn.Module) -> set[nn.Parameter]:
-    """Matrices that map hidden states to hidden states: neither embeddings nor head, fused experts included."""
+    """Matrices that map hidden states to hidden states: neither embeddings nor head, fused experts included.
+
+    Biases of fused experts are vectors, one per expert.
+    """
     tables = {module.weight for module in hf.modules() if isinstance(module, nn.Embedding)}
     tables.add(hf.get_output_embeddings().weight)
     return {
         parameter
         for name, parameter in hf.named_parameters()
-        if parameter not in tables and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
+        if parameter not in tables
+        and not name.endswith("bias")
+        and (parameter.ndim == 2 or (parameter.ndim == 3 and ".experts." in name))
     }
 
 

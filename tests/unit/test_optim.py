@@ -24,6 +24,7 @@ from primerl_hpc.trainer.optim import (  # noqa: E402
     SignSGD,
     build_optimizer,
     make_state,
+    matrix_parameters,
     num_updates,
     state_kinds,
     state_tensors,
@@ -214,6 +215,31 @@ def test_muon_gets_matrices_and_experts_and_adamw_the_rest():
     assert all("norm" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in rest)
     assert "model.layers.0.mlp.experts.gate_up_proj" in matrices
     assert muon.dtype == torch.bfloat16
+
+
+def test_muon_gets_no_biases_of_experts():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    hf = GptOssForCausalLM(config)
+    matrices = {name for name, parameter in hf.named_parameters() if parameter in matrix_parameters(hf)}
+    layer = "model.layers.0"
+    assert matrices == {
+        *(f"{layer}.self_attn.{each}_proj.weight" for each in "qkvo"),
+        f"{layer}.mlp.router.weight",
+        f"{layer}.mlp.experts.gate_up_proj",
+        f"{layer}.mlp.experts.down_proj",
+    }
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "sign_sgd"])
