@@ -184,9 +184,9 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
             trust_remote_code=recipe.model.trust_remote_code,
         )
     check_head(hf, recipe.model.name)
-    check_layers(config.get_text_config(), recipe.model.name)
-    hf.train()
     blocks = decoder_blocks(hf)
+    check_layers(blocks, config.get_text_config(), recipe.model.name)
+    hf.train()
     vision = vision_of(hf, recipe.model.name, is_trained=recipe.trainer.vision == "trained")
     if recipe.lora is not None:
         attach_adapters(hf, blocks, recipe.lora)
@@ -303,9 +303,14 @@ def decoder_blocks(hf: nn.Module) -> list[nn.Module]:
     return list(layers)
 
 
-def check_layers(config: PreTrainedConfig, name: str) -> None:
-    """Layers that carry state along a row, or cut it into chunks, would mix the samples packed into it: refuse them."""
+def check_layers(blocks: list[nn.Module], config: PreTrainedConfig, name: str) -> None:
+    """Layers that carry state along a row, or cut it into chunks, would mix the samples packed into it: refuse them.
+
+    Families that do not say so in ``layer_types`` (RecurrentGemma, code that comes with a model) have convolutions.
+    """
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not odd and any(isinstance(module, nn.Conv1d) for block in blocks for module in block.modules()):
+        odd = {"convolution"}
     if odd:
         raise ConfigError(f"model {name} has {min(odd)} layers, which this version does not train")
 
@@ -316,7 +321,7 @@ def check_head(hf: nn.Module, name: str) -> None:
     config = hf.config.get_text_config()
     odd = [
         key
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+        for key in ("final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale")
         if getattr(config, key, None)
     ]
     if head is None or getattr(head, "bias", None) is not None or odd:

@@ -17,6 +17,8 @@ from primerl_hpc.trainer.model import (  # noqa: E402
     decoder_blocks,
     read_config,
 )
+from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, register_attention  # noqa: E402
+from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 
 
 def model(family: str, **changes):
@@ -31,13 +33,59 @@ def test_a_head_that_does_more_than_multiply_is_refused():
         check_head(model("gemma2", intermediate_size=16, num_key_value_heads=1, head_dim=8), "org/it")
     with pytest.raises(ConfigError, match="has a bias in its head"):
         check_head(model("phi", intermediate_size=16), "org/it")
+    with pytest.raises(ConfigError, match="has logits_soft_cap"):
+        check_head(model("recurrent_gemma"), "org/it")
     check_head(model("llama", intermediate_size=16), "org/it")
 
 
-def test_layers_that_carry_state_along_a_row_are_refused():
-    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    with pytest.raises(ConfigError, match="model org/it has linear_attention layers"):
-        check_layers(config, "org/it")
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("qwen3_next", "linear_attention"),
+        ("mamba2", "linear_attention"),
+        ("deepseek_v32", "deepseek_sparse_attention"),
+        ("recurrent_gemma", "convolution"),  # says nothing in layer_types
+    ],
+)
+def test_layers_that_carry_state_along_a_row_are_refused(family, what):
+    config = AutoConfig.for_model(family, num_hidden_layers=4)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=f"model org/it has {what} layers"):
+        check_layers(decoder_blocks(hf), config, "org/it")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_layers_of_attention_alone_are_not_refused(family):
+    hf = model(family)
+    check_layers(decoder_blocks(hf), hf.config, "org/it")
+
+
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("gemma2", "Gemma2Attention gives its attention softcap"), ("doge", "attention_mask")],
+)
+def test_scores_that_the_model_would_have_changed_are_refused(family, what):
+    register_attention()
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    positions = torch.arange(4)[None]
+    with pytest.raises(ConfigError, match=f"{what}, which this version does not train"):
+        hf.base_model(
+            input_ids=positions,
+            position_ids=positions,
+            use_cache=False,
+            packing=Packing(Context(), positions),
+        )
 
 
 def test_an_architecture_without_a_list_of_layers_is_refused():

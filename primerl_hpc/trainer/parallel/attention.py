@@ -11,6 +11,8 @@ this rank's n tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from primerl_hpc.trainer.parallel.dispatch import AllToAll
 from primerl_hpc.trainer.parallel.ring import ring_attention
 
 ATTENTION_NAME = "primerl_packed"
+CHANGES_OF_SCORES = ("softcap", "position_bias", "indices", "block_indices")
+"""What some families hand to their attention. A mask is refused too: the usual ones transformers builds for its own alone."""
 
 
 def register_attention() -> None:
@@ -40,14 +44,22 @@ def packed_attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     packing: Packing | None = None,
-    **_,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """→ [B, n, heads, D_v]. ``s_aux`` [heads]: learned sinks, a logit in each head's denominator that no value belongs to."""
+    """→ [B, n, heads, D_v]. ``s_aux`` [heads]: learned sinks, a logit in each head's denominator that no value belongs to.
+
+    Raises ConfigError where the model would have scores changed or keys hidden in a way that this does not do.
+    """
     if packing is None:
         raise ConfigError(
             f"{type(module).__name__} does not hand keyword arguments to its attention: "
             "this model family cannot be trained on packed rows",
             mend="set model.attention to flash_attention_2 on a GPU",
+        )
+    asked = {"attention_mask": attention_mask} | {key: others.get(key) for key in CHANGES_OF_SCORES}
+    if odd := [key for key, value in asked.items() if value is not None]:
+        raise ConfigError(
+            f"{type(module).__name__} gives its attention {odd[0]}, which this version does not train"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     context = packing.context
