@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.trainer.parallel import ring  # noqa: E402
-from primerl_hpc.trainer.parallel.context import Context, Packing, Share, choose_style  # noqa: E402
+from primerl_hpc.trainer.parallel.context import Context, Packing, Share, choose_style, pad  # noqa: E402
 from primerl_hpc.trainer.parallel.expert import shard_dim  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import choose_expert_degree  # noqa: E402
 
@@ -89,6 +91,41 @@ def test_a_share_finds_the_hidden_states_of_its_tokens():
         assert own.tolist() == predictors[share.mine].tolist()
         found += own.tolist()
     assert sorted(found) == predictors.tolist()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    size=st.integers(1, 4),
+    style=st.sampled_from(["ulysses", "ring"]),
+    window=st.none() | st.integers(1, 6),
+)
+def test_a_block_is_left_out_only_where_no_query_sees_a_key(lengths, size, style, window):
+    flat = torch.cat([torch.arange(each) for each in lengths])[None]
+    for rank in range(size):
+        context = Context(style, rank, size)
+        packing = Packing(context, pad(torch.cat([flat, torch.zeros_like(flat)]), context))
+        for source in range(size):
+            seen = packing.visible(packing.own, packing.tokens[source], window)
+            assert packing.sees(source, window) == bool(seen.any())
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        self.numel = max([self.numel, *(each.numel() for each in made)])
+        return out
+
+
+def test_attention_in_blocks_makes_nothing_of_all_queries_by_all_keys(monkeypatch):
+    monkeypatch.setattr(ring, "BLOCK_BYTES", 4 * 2 * 256 * 16)  # sixteen queries at a time
+    query, key, value = (torch.randn(1, 2, 256, 4, requires_grad=True) for _ in range(3))
+    packing = Packing(Context(), torch.arange(256)[None])
+    with LargestTensor() as largest:
+        ring.ring_attention(query, key, value, packing, 0.3, 100)[0].sum().backward()
+    assert largest.numel == 2 * 256 * 16
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -117,9 +117,17 @@ class Packing:
 
     def sees(self, source: int, window: int | None) -> bool:
         """Whether any of this rank's queries sees a key of rank ``source``."""
-        return self._once(
-            ("sees", source, window), lambda: bool(self.visible(self.own, self.tokens[source], window).any())
-        )
+
+        def make() -> bool:
+            keys = self.tokens[source]
+            nearest = torch.searchsorted(keys, self.own, right=True) - 1  # not after it: seen if any key is
+            queries, keys = self.own[nearest >= 0], keys[nearest[nearest >= 0]]
+            seen = self.documents[:, queries] == self.documents[:, keys]
+            if window is not None:
+                seen &= self.positions[:, queries] - window < self.positions[:, keys]
+            return bool(seen.any())
+
+        return self._once(("sees", source, window), make)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """What whole rows add to their scores, [B, 1, N, N]; None where every row is one sample: plain causal attention."""

@@ -11,6 +11,8 @@ ring of one: the same code is our "eager" attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,7 +39,7 @@ class _Ring(torch.autograd.Function):
             source = (context.rank - hop) % context.size
             coming = Hop(context, [keys, values]) if hop < context.size - 1 else None
             if hop == 0 or packing.sees(source, window):
-                visible = packing.visible(packing.own, packing.tokens[source], window)
+                visible = visible_to(packing, source, window)
                 part, part_sums = block_forward(query, keys, values, visible, scale)
                 if (
                     out is None
@@ -71,7 +73,7 @@ class _Ring(torch.autograd.Function):
             keys, values, grad_keys, grad_values = moving
             coming = Hop(context, [keys, values]) if hop < context.size - 1 else None
             if hop == 0 or packing.sees(source, ctx.window):
-                visible = packing.visible(packing.own, packing.tokens[source], ctx.window)
+                visible = visible_to(packing, source, ctx.window)
                 parts = block_backward(
                     query, keys, values, visible, ctx.scale, log_sums, rows, grad_out.float()
                 )
@@ -114,6 +116,11 @@ class Hop:
         return self.tensors
 
 
+def visible_to(packing: Packing, source: int, window: int | None) -> Callable[[slice], Tensor]:
+    """A slice of this rank's queries → which keys of rank ``source`` they see, [B, c, m]: never made of all at once."""
+    return lambda part: packing.visible(packing.own[part], packing.tokens[source], window)
+
+
 def query_chunks(query: Tensor, num_keys: int) -> list[slice]:
     batch, heads, length, _ = query.shape
     size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys))
@@ -132,13 +139,13 @@ def scores(query: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor
 
 
 def block_forward(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, visible: Callable[[slice], Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output [B, heads, n, D_v] and log-sums [B, heads, n] over one block of keys, float32; 0 and −∞ where it shows none."""
     kv_heads = keys.shape[1]
     outs, sums = [], []
     for part in query_chunks(query, keys.shape[2]):
-        each = scores(grouped(query[:, :, part], kv_heads), keys, visible[:, part], scale)
+        each = scores(grouped(query[:, :, part], kv_heads), keys, visible(part), scale)
         log_sum = torch.logsumexp(each, -1)
         weights = (each - log_sum.masked_fill(log_sum == -torch.inf, 0.0)[..., None]).exp_()
         outs.append((weights @ values.float().unsqueeze(2)).flatten(1, 2))
@@ -150,7 +157,7 @@ def block_backward(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor,
+    visible: Callable[[slice], Tensor],
     scale: float,
     log_sums: Tensor,
     rows: Tensor,
@@ -165,7 +172,7 @@ def block_backward(
     for part in query_chunks(query, keys.shape[2]):
         queries = grouped(query[:, :, part], kv_heads)
         grads = grouped(grad_out[:, :, part], kv_heads)
-        weights = scores(queries, keys, visible[:, part], scale)
+        weights = scores(queries, keys, visible(part), scale)
         weights.sub_(grouped(log_sums[:, :, part], kv_heads)[..., None]).exp_()
         grad_values += (weights.transpose(-1, -2) @ grads).sum(2, keepdim=True)
         inner = grads @ values.float().unsqueeze(2).transpose(-1, -2)
