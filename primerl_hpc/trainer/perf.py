@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import resource
+from collections import Counter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
 
 from primerl_hpc.trainer.model import Policy
 from primerl_hpc.transport.rollouts import MicroBatch
@@ -48,27 +52,50 @@ class FlopCounter:
     """FLOP of forward and backward: 6 per active matmul weight and token, 4 where it is frozen, and attention within
     each sample.
 
-    Attention of one layer: QKᵀ and PV are 2·2·heads·head_dim·len² forward, half of it causal, thrice with backward:
-    6·heads·head_dim·len². Embedding look-ups cost none; of the experts only those chosen per token count. A vision tower is not counted.
+    Attention of one layer: QKᵀ and PV are 2·heads·(d_qk + d_v) forward for each query and key it sees, thrice with backward.
+    Causal these are len²/2, and within a window of w tokens w·len − w²/2: 6·heads·head_dim·len² where d_qk = d_v and no window.
+    Embedding look-ups cost none; of the experts only those chosen per token count. A vision tower is not counted.
     """
 
     def __init__(self, policy: Policy) -> None:
         config = policy.hf.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        self.attention = 6 * config.num_attention_heads * sum(head_dims(config))  # of a layer, query and key
+        self.windows = windows_of(config)
         self.dense = matmul_flops(policy)
         self.naive_attention = 12 * config.num_hidden_layers * config.hidden_size
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
-        squares = sum(float((row.sample_lengths.astype(float) ** 2).sum()) for row in rows)
-        return self.dense * tokens + self.attention * squares
+        lengths = np.concatenate([row.sample_lengths for row in rows]).astype(float)
+        pairs = sum(count * seen_keys(lengths, window) for window, count in self.windows.items())
+        return self.dense * tokens + self.attention * pairs
 
     def prime_rl(self, num_tokens: int, seq_len: int) -> float:
         """The same as prime-rl counts it, to compare figures: each token attends to ``seq_len`` others, those after it too,
         with hidden_size / heads for head_dim (of Qwen3-0.6B half of the true one): 12·layers·hidden_size·seq_len.
         """
         return (self.dense + self.naive_attention * seq_len) * num_tokens
+
+
+def head_dims(config: PreTrainedConfig) -> tuple[int, int]:
+    """Of queries and keys, of values. Of latent attention (DeepSeek) ``head_dim`` is the rotary part alone."""
+    if nope := getattr(config, "qk_nope_head_dim", None):
+        return nope + config.qk_rope_head_dim, config.v_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim
+
+
+def windows_of(config: PreTrainedConfig) -> Counter[int | None]:
+    """How many layers have each window, None: full attention. Without ``layer_types`` all have the model's, if it has one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return Counter(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def seen_keys(lengths: NDArray[np.float64], window: int | None) -> float:
+    """Pairs of a query and a key it sees, of samples of these lengths."""
+    widths = lengths if window is None else np.minimum(lengths, window)
+    return float((widths * lengths - widths**2 / 2).sum())
 
 
 def matmul_flops(policy: Policy) -> float:

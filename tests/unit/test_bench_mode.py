@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +13,24 @@ from pydantic import ValidationError
 torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from primerl_hpc.cli.bench import table  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
 from primerl_hpc.plan.bench import BenchRequest, for_bench  # noqa: E402
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 from primerl_hpc.trainer.bench import collective_seconds, summarize  # noqa: E402
-from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of  # noqa: E402
+from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
+from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of, seen_keys, windows_of  # noqa: E402
 from tests.support import random_row  # noqa: E402
 from tests.unit.test_cli import primerl  # noqa: E402
 
@@ -52,9 +63,31 @@ def rows(*lengths: int) -> list:
     return [random_row(np.random.default_rng(0), lengths)]
 
 
-def test_flop_are_what_torch_counts_where_attention_is_not_causal():
+LATENT = {  # queries and keys of 24 + 8, values of 12; head_dim is 8
+    **{key: SHAPE[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "rotary"),
+    [
+        (Qwen3ForCausalLM, Qwen3Config(**SHAPE), 16),
+        (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT), 8),
+    ],
+    ids=["qwen3", "deepseek_v3"],
+)
+def test_flop_are_what_torch_counts_where_attention_is_not_causal(make, config, rotary):
     """torch counts every product of a whole, uncut attention matrix: twice ours."""
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attn_implementation="eager"))
+    config._attn_implementation = "eager"
+    model = make(config)
     lengths = (7, 20)
     counted = 0
     for length in lengths:
@@ -63,9 +96,29 @@ def test_flop_are_what_torch_counts_where_attention_is_not_causal():
             model(ids, use_cache=False).logits.sum().backward()
         counted += mode.get_total_flops()
     counter = counter_of(model)
-    angles = 2 * 8 * sum(lengths)  # rotary ones are a product too: half of head_dim frequencies × positions
-    assert counter.dense * sum(lengths) + 2 * counter.attention * (49 + 400) == counted - angles
-    assert counter(rows(*lengths)) == counter.dense * sum(lengths) + counter.attention * (49 + 400)
+    angles = rotary * sum(lengths)  # a product too: half as many frequencies × positions
+    attention = counter(rows(*lengths)) - counter.dense * sum(lengths)
+    assert counter.dense * sum(lengths) + 2 * attention == counted - angles
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (GptOssConfig(num_hidden_layers=4, sliding_window=8), [8, None, 8, None]),
+        (MistralConfig(num_hidden_layers=2, sliding_window=8), [8, 8]),
+        (Qwen3Config(num_hidden_layers=2, sliding_window=8), [None, None]),  # unless use_sliding_window
+    ],
+)
+def test_a_layer_with_a_window_counts_the_keys_in_it_alone(config, windows):
+    assert windows_of(config) == Counter(windows)
+    lengths = np.array([5.0, 20.0, 64.0])
+    for window in set(windows):
+        positions = torch.cat([torch.arange(int(each)) for each in lengths])[None]
+        packing = Packing(Context(), positions)
+        seen = int(packing.visible(packing.own, packing.own, window).sum())
+        # the formula has half of each query's own key
+        halves = sum(min(each, window or each) for each in lengths) / 2
+        assert seen_keys(lengths, window) == seen - halves
 
 
 def test_of_the_experts_only_those_chosen_count():
