@@ -20,12 +20,14 @@ COMMIT = "0" * 39 + "1"
 
 
 @contextmanager
-def serve_hub(datasets: Mapping[str, Mapping[str, bytes]]) -> Iterator[str]:
-    """``datasets``: by name, their files by path. Yields the hub's URL."""
+def serve_hub(datasets: Mapping[str, Mapping[str, bytes]], agents: list[str] | None = None) -> Iterator[str]:
+    """``datasets``: by name, their files by path; ``agents`` gets who asks for one, once a request. Yields the hub's URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
+            if agents is not None and "datasets/" in path:
+                agents.append(self.headers["user-agent"])
             if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+?)(/revision/[^/]+)?", path):
                 self._answer_info(match[1])
             elif match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+/?(.*)", path):

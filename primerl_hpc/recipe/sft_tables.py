@@ -36,15 +36,22 @@ def open_rows(config: SFTData) -> Rows:
     path = Path(config.path).expanduser()
     if path.exists():
         rows = _open_path(path, config)
-    elif path.is_absolute() or path.suffix in SUFFIXES or config.path.startswith("."):
-        raise NotFoundError("no such SFT data", place=config.path)
-    else:
+    elif is_on_hub(config):
         rows = _open_hub(config)
+    else:
+        raise NotFoundError("no such SFT data", place=config.path)
     if not len(rows):
         raise DataError(
             "no SFT rows", place=config.path, mend="give a .jsonl or .parquet file, or a folder of them"
         )
     return First(rows, config.num_rows) if config.num_rows else rows
+
+
+def is_on_hub(config: SFTData) -> bool:
+    """Whether the path is a hub dataset id: nothing is there, and it does not look like a file or folder."""
+    path = Path(config.path).expanduser()
+    is_a_path = path.is_absolute() or path.suffix in SUFFIXES or config.path.startswith(".")
+    return not is_a_path and not path.exists()
 
 
 def _open_path(path: Path, config: SFTData) -> Rows:
@@ -67,7 +74,11 @@ def _open_file(path: Path) -> Rows:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return ArrowRows(str(path), pyarrow.parquet.read_table(path, memory_map=True))
+        try:
+            return ArrowRows(str(path), pyarrow.parquet.read_table(path, memory_map=True))
+        except (pyarrow.ArrowException, OSError) as error:
+            why = " ".join(str(error).split())
+            raise DataError(f"not a Parquet file that can be read ({why})", place=str(path)) from error
     if path.suffix == ".jsonl":
         return JsonlRows(path)
     raise DataError("SFT data must be .jsonl or .parquet", place=str(path))

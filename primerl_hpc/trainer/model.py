@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -30,7 +29,12 @@ from primerl_hpc.trainer.memory import allocate, offload_policy, save_activation
 from primerl_hpc.trainer.parallel.attention import register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import expert_modules, num_experts, shard_experts, spread_experts
-from primerl_hpc.trainer.parallel.mesh import World, choose_expert_degree, make_expert_mesh
+from primerl_hpc.trainer.parallel.mesh import (
+    World,
+    choose_expert_degree,
+    make_expert_mesh,
+    one_of_each_node_first,
+)
 from primerl_hpc.trainer.replay import Replay
 from primerl_hpc.trainer.routing import Routing
 from primerl_hpc.trainer.vision import Vision, auto_class, vision_of
@@ -152,15 +156,11 @@ def hub_folder(name: str, patterns: list[str], world: World) -> Path:
         RepositoryNotFoundError,
     )
 
-    if world.local_rank:
-        dist.barrier()
-    try:
-        folder = snapshot_download(name, allow_patterns=patterns)
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        raise DataError(f"{name} is neither a folder nor on the hub ({error})") from error
-    if not world.local_rank:
-        dist.barrier()
-    return Path(folder)
+    with one_of_each_node_first(world):
+        try:
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+            raise DataError(f"{name} is neither a folder nor on the hub ({error})") from error
 
 
 def read_config(folder: Path, recipe: Recipe) -> PreTrainedConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.recipe.sft_tables import Chain, Rows, open_rows
+from primerl_hpc.recipe.sft_schema import SFTData
+from primerl_hpc.recipe.sft_tables import Chain, Rows, is_on_hub, open_rows
 from primerl_hpc.trainer.checkpoint import is_due, load_checkpoint, prune_checkpoints
 from primerl_hpc.trainer.control import Requests, grant_checkpoint, read_requests
 from primerl_hpc.trainer.core import Core, build_core
 from primerl_hpc.trainer.export import is_whole_there, publish_policy
+from primerl_hpc.trainer.parallel.mesh import one_of_each_node_first
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.setup import World, from_leader
 from primerl_hpc.trainer.sft_data import SFTStream, all_rows
@@ -38,7 +41,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     assert recipe.sft is not None  # validated with the recipe
     core = build_core(recipe, phase.model_path, world, watchdog)
     text_tokenizer = load_tokenizer(recipe, core.folder)
-    sources = [open_rows(source) for source in recipe.sft.sources]
+    sources = [open_source(source, world) for source in recipe.sft.sources]
     stream = SFTStream(
         make_tokenizer(Chain(sources), text_tokenizer, recipe, world),
         recipe.sft,
@@ -122,6 +125,12 @@ def publish(run: RunDir, core: Core, step: int) -> None:
         publish_policy(run, core, step)
 
 
+def open_source(config: SFTData, world: World) -> Rows:
+    """`open_rows`, of the hub by one rank of each node before the others."""
+    with one_of_each_node_first(world) if is_on_hub(config) else nullcontext():
+        return open_rows(config)
+
+
 def load_tokenizer(recipe: Recipe, folder: Path):
     from transformers import AutoTokenizer
 
@@ -150,7 +159,7 @@ def validation_rows(recipe: Recipe, text_tokenizer, world: World) -> list[MicroB
     assert recipe.sft is not None
     if recipe.sft.validation is None:
         return None
-    rows = open_rows(recipe.sft.validation.data)
+    rows = open_source(recipe.sft.validation.data, world)
     return all_rows(make_tokenizer(rows, text_tokenizer, recipe, world), recipe.seq_len)
 
 

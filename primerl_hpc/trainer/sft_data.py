@@ -71,7 +71,7 @@ class SFTStream:
         self._taken = []
         if self.config.batch_unit == "samples":
             samples = [self._take() for _ in range(self.config.batch_size)]
-            rows = pack_best_fit(samples, self.seq_len)
+            rows = pack_first_fit(samples, self.seq_len)
         else:
             rows = self._fill_rows()
         return Batch([make_row(row) for row in rows], sum(len(row) for row in rows), self._source_metrics())
@@ -131,11 +131,11 @@ def all_rows(tokenizer: Tokenizer, seq_len: int) -> list[MicroBatch]:
     """Every trainable sample once, in order: a validation set."""
     tokenizer.prepare(list(range(len(tokenizer))))
     samples = [sample for index in range(len(tokenizer)) if (sample := tokenizer[index]).is_trained.any()]
-    return [make_row(row) for row in pack_best_fit(samples, seq_len)]
+    return [make_row(row) for row in pack_first_fit(samples, seq_len)]
 
 
-def pack_best_fit(samples: list[Sample], seq_len: int) -> list[list[Sample]]:
-    """Longest first, each into the first row with room (first-fit decreasing)."""
+def pack_first_fit(samples: list[Sample], seq_len: int) -> list[list[Sample]]:
+    """First-fit decreasing: longest first, each into the first row with room."""
     rows: list[list[Sample]] = []
     room: list[int] = []
     for sample in sorted(samples, key=lambda each: -len(each.input_ids)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.common.errors import ConfigError, DataError
+from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError
 from primerl_hpc.recipe.sft_rows import Row, row_messages, row_template_kwargs, row_tools
 from primerl_hpc.recipe.sft_schema import LossMask
 from primerl_hpc.recipe.sft_tables import Rows
@@ -90,11 +90,17 @@ class Tokenizer:
     def make(self, row: Row) -> Sample:
         """Raises DataError naming the row when a column, or the template's rendering of it, is not usable."""
         messages, tools = row_messages(row), row_tools(row)
-        renderer = self._renderer_of(row)
-        if type(renderer).__name__ == "DefaultRenderer":
-            ids, is_trained = self._by_template(renderer, row, messages, tools)
-        else:
-            ids, is_trained = self._by_owner(renderer, messages, tools)
+        try:
+            renderer = self._renderer_of(row)
+            if type(renderer).__name__ == "DefaultRenderer":
+                ids, is_trained = self._by_template(renderer, row, messages, tools)
+            else:
+                ids, is_trained = self._by_owner(renderer, messages, tools)
+        except PrimerlError:
+            raise
+        except Exception as error:  # whatever renderers and Jinja raise for what they do not expect
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(f"the row cannot be rendered ({why:.300})", place=row.place) from error
         sample = Sample(
             np.array(ids[: self.seq_len], np.int32), np.array(is_trained[: self.seq_len], np.bool_)
         )

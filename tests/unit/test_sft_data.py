@@ -18,7 +18,7 @@ from primerl_hpc.recipe.sft_rows import Row, row_messages, row_tools
 from primerl_hpc.recipe.sft_schema import SFT, LossMask, SFTData
 from primerl_hpc.recipe.sft_tables import Chain, open_rows
 from primerl_hpc.trainer import sft_tokens
-from primerl_hpc.trainer.sft_data import SFTStream, pack_best_fit
+from primerl_hpc.trainer.sft_data import SFTStream, pack_first_fit
 from primerl_hpc.trainer.sft_mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft_tokens import Peers, Sample, Tokenizer
 from tests.hub import serve_hub
@@ -159,13 +159,47 @@ def test_peers_share_the_work_and_get_the_same_samples(renderer):
         np.testing.assert_array_equal(shared[index].input_ids, alone[index].input_ids)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": [1]}, r"\w+Error: text input"),
+        ({"role": None, "content": "x"}, "KeyError: 'role'"),
+    ],
+)
+def test_a_row_that_the_renderer_cannot_render_is_named(renderer, message, said):
+    rows = rows_of({"prompt": "p", "completion": "c"}, {"messages": [message]})
+    with pytest.raises(DataError, match=rf"data\.jsonl:2: the row cannot be rendered \({said}"):
+        Tokenizer(rows, renderer, LossMask(), 64).prepare([0, 1])
+
+
+def test_a_row_that_the_template_refuses_is_named(chat_tokenizer):
+    template = "{% if messages[0].role == 'oracle' %}{{ raise_exception('no oracles') }}{% endif %}" + CHATML
+    oracle = {"messages": [{"role": "oracle", "content": "x"}, *TURNS["messages"]]}
+    with pytest.raises(DataError, match=r"data\.jsonl:1: the row cannot be rendered \(\w+: no oracles\)"):
+        by_template(chat_tokenizer, template, oracle)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "none.parquet").write_bytes(b"none")
+    table = pyarrow.table({"prompt": [f"{each:05}" for each in range(9999)]})
+    pyarrow.parquet.write_table(table, tmp_path / "cut.parquet")
+    whole = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:100] + bytes(1000) + whole[1100:])
+    for name in ("none", "cut"):
+        with pytest.raises(DataError, match=rf"{name}\.parquet: not a Parquet file that can be read \("):
+            open_rows(SFTData(path=str(tmp_path / f"{name}.parquet")))
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
 @settings(deadline=None)
 def test_packing_holds_every_sample_once_and_no_row_overflows(lengths):
     samples = [
         Sample(np.full(length, number), np.ones(length, bool)) for number, length in enumerate(lengths)
     ]
-    rows = pack_best_fit(samples, 20)
+    rows = pack_first_fit(samples, 20)
     assert sorted(int(sample.input_ids[0]) for row in rows for sample in row) == list(range(len(lengths)))
     assert all(sum(len(sample.input_ids) for sample in row) <= 20 for row in rows)
     assert len(rows) <= 2 * sum(lengths) / 20 + 1
@@ -242,6 +276,49 @@ def test_subsets_and_splits_of_a_dataset_on_the_hub_are_read(tmp_path):
     assert found == [["a", "b", "c"], ["d"], ["e"]]
     assert "no dataset 'org/rows' here or on the hub" in no_subset and "none" in no_subset
     assert "no dataset 'org/other' here or on the hub" in no_dataset
+
+
+READ_AS_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from datasets import load_dataset
+from primerl_hpc.recipe.layout_schema import TrainerLayout
+from primerl_hpc.recipe.sft_schema import SFTData
+from primerl_hpc.trainer.parallel.mesh import make_world
+from primerl_hpc.trainer.sft import open_source
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+world = make_world(TrainerLayout(), torch.device("cpu"), local_rank=rank, local_size=2)
+assert len(open_source(SFTData(path="org/rows"), world)) == 1
+dist.destroy_process_group()
+"""
+
+
+def test_one_rank_of_a_node_fetches_from_the_hub_before_the_others(tmp_path):
+    pytest.importorskip("torch")
+    agents: list[str] = []
+    files = {"train.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
+    with serve_hub({"org/rows": files}, agents) as url:
+        ranks = []
+        for rank in (0, 1):
+            home = {
+                "HF_ENDPOINT": url,
+                "HF_HOME": str(tmp_path),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
+                "HF_HUB_USER_AGENT_ORIGIN": f"rank-{rank}",
+            }
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", READ_AS_RANK, str(tmp_path / "store"), str(rank)],
+                    env={**os.environ, **home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
+                )
+            )
+        assert [each.wait(300) for each in ranks] == [0, 0]
+    asked = ["rank-0" if "rank-0" in agent else "rank-1" for agent in agents]
+    assert set(asked) == {"rank-0", "rank-1"}
+    assert asked == sorted(asked)
 
 
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}

@@ -15,6 +15,8 @@ two cuts: experts may spread over fewer or more ranks than share a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +126,16 @@ def make_expert_mesh(world: World, degree: int) -> DeviceMesh:
     names = ("replicate", "expert_shard", "expert")
     start = 0 if world.replicate > 1 else 1
     return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+
+
+@contextmanager
+def one_of_each_node_first(world: World) -> Iterator[None]:
+    """What comes from the hub is fetched by one rank of each node; the others come after it and find it there."""
+    if world.local_rank:
+        dist.barrier()
+    yield
+    if not world.local_rank:
+        dist.barrier()
 
 
 def local(value: Tensor) -> Tensor:
