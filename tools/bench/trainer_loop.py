@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.from_pretrained(options.folder)
-    attention = "sdpa" if device.type == "cpu" else "flash_attention_2"
+    has_flash = device.type == "cuda" and options.dtype == "bfloat16" and find_spec("flash_attn")
+    attention = "flash_attention_2" if has_flash else "sdpa"  # as the trainer chooses
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Memory and time of a training step under each setting that trades one for the other.
 
-    tools/bench/trainer_memory.py                                        # a small Qwen3 on this machine's CPU
-    tools/bench/trainer_memory.py --model Qwen/Qwen3-0.6B --tokens 16384 # on a GPU, weights from the hub or a folder
+    tools/bench/trainer_memory.py                    # a small Qwen3; on a GPU the shape of Qwen3-0.6B, random weights
+    tools/bench/trainer_memory.py --model folder     # of the hub, or a folder: one without weights is given random ones
 
 One rank and the trainer's own step, each setting in a process of its own. Peak: on CPU the highest sum of torch's live
 allocations during the third step, beyond what was there before it; on a GPU the allocator's peak, all included. What
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from machine import ROOT, peak_of
+from weight_write import QWEN3_600M
 
 sys.path.insert(0, str(ROOT))
 
@@ -69,7 +70,7 @@ def run_setting(options: argparse.Namespace) -> dict[str, float]:
     )
     world = start_world(recipe)
     watchdog = Watchdog(RunDir(options.folder), "bench", rank=0, size=1, timeout_s=3600)
-    core = build_core(recipe, options.model, world, watchdog)
+    core = build_core(recipe, options.model, world, watchdog, may_be_random=True)
     row = make_row(options.tokens)
     for step in (1, 2):  # optimizer state and workspaces are there after the first
         core.train_step(step, [row], [])
@@ -101,12 +102,26 @@ def make_row(num_tokens: int):
     return sft_data.make_row([Sample(ids, np.arange(num_tokens) > 0)])
 
 
+def make_model(folder: Path) -> str:
+    """A GPU may be where there is no hub: a shape alone. On a CPU a model that it can train in seconds."""
+    import torch
+
+    model = folder / "model"
+    if torch.cuda.is_available():
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(QWEN3_600M | {"max_position_embeddings": 65_536}))
+    else:
+        tool = [sys.executable, ROOT / "tools/tiny-model", folder, "--hidden", "256", "--layers", "8"]
+        subprocess.run(tool, check=True, capture_output=True)
+    return str(model)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder or hub id; default: a Qwen3 of 8 layers made here")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the one row")
+    parser.add_argument("--model", help="folder or hub id; default: one made here")
+    parser.add_argument("--tokens", type=int, help="of the one row; default: 2,048, on a GPU 16,384")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--setting", choices=list(SETTINGS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -114,17 +129,17 @@ def main() -> int:
     if options.setting:
         print(json.dumps(run_setting(options)))
         return 0
-    print(f"{platform.machine()}, {options.tokens} tokens")
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    tokens = options.tokens or (16_384 if torch.cuda.is_available() else 2048)
+    print(f"{device}, {tokens} tokens")
     print(f"{'setting':>30} {'peak MiB':>9} {'of nothing':>10} {'s/step':>7}")
     with tempfile.TemporaryDirectory() as name:
-        model = options.model
-        if model is None:
-            tool = [sys.executable, str(ROOT / "tools/tiny-model"), name, "--hidden", "256", "--layers", "8"]
-            subprocess.run(tool, check=True, capture_output=True)
-            model = f"{name}/model"
+        model = options.model or make_model(Path(name))
         whole = None
         for setting in options.settings:
-            command = [sys.executable, __file__, "--model", model, "--tokens", str(options.tokens)]
+            command = [sys.executable, __file__, "--model", model, "--tokens", str(tokens)]
             group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
             done = subprocess.run(
