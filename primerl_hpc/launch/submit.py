@@ -178,8 +178,10 @@ def check_not_running(run: RunDir) -> None:
         raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
     job, state = read_json_or_none(run.job) or {}, read_json_or_none(run.state) or {}
     facts = JobWatcher().facts_of([run])
+    written = state.get("state")
+    has_ended = is_of_job(state, job) and written in set(RunState) and RunState(written).is_final
     for link in job.get("links") or [job.get("job_id")]:
-        if (does := _holds(facts.get(link), is_told=is_of_job(state, job))) is not None:
+        if (does := _holds(facts.get(link), has_ended=has_ended)) is not None:
             raise OccupiedError(
                 f"job {link} of this run {does}",
                 place=str(run.root),
@@ -187,13 +189,13 @@ def check_not_running(run: RunDir) -> None:
             )
 
 
-def _holds(fact: JobFact | None, *, is_told: bool) -> str | None:
-    """What a job does that will work on its run. ``is_told``: its supervisor has begun, so the lock tells of it."""
+def _holds(fact: JobFact | None, *, has_ended: bool) -> str | None:
+    """What a job does that will work on its run, or does. ``has_ended``: its supervisor said so, and a job that runs on ends too."""
     if fact is not None and fact.is_waiting:
         return "waits in the queue"
     if fact is not None and fact.state == "SUSPENDED":
         return "is suspended"
-    return "is starting" if fact is not None and fact.state == "RUNNING" and not is_told else None
+    return "is running" if fact is not None and fact.state == "RUNNING" and not has_ended else None
 
 
 def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitted:

@@ -198,7 +198,20 @@ def real_state(
     newer = read_json_or_none(run.state)
     if newer and newer != state:  # its last word came while we looked, and then it gave the lock back
         return real_state(run, newer, job, jobs)
+    if (
+        fact is not None
+    ):  # the job's batch process is the supervisor: it lives as long as its job, whatever clocks say
+        return written, _silence(run, fact)
     return RunState.FAILED, f"its supervisor died; go on with: primerl-hpc resume {run.root.name}"
+
+
+def _silence(run: RunDir, fact: JobFact) -> str:
+    """Of a supervisor whose job goes on. The minutes are by two clocks, for people: nothing is decided by them."""
+    try:
+        silent = f"silent for {(time.time() - run.supervisor_lock.stat().st_mtime) / 60:.0f} min"
+    except FileNotFoundError:
+        silent = "silent"
+    return f"its supervisor is {silent}, and SLURM says {fact.state}; if it stays so: scancel {fact.job_id}"
 
 
 def is_of_job(state: dict[str, Any], job: dict[str, Any]) -> bool:

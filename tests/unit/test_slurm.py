@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -200,6 +201,14 @@ def test_slurm_and_the_runs_own_files_make_one_state(
 ) -> None:
     state, message = state_of(run, written, fact)
     assert state == expected and words in (message or "")
+
+
+def test_a_run_whose_job_runs_lives_however_old_its_sign_of_life_looks_here(run: RunDir) -> None:
+    os.utime(run.supervisor_lock, (1.0, 1.0))
+    state, message = state_of(run, "running", JobFact("7", "RUNNING"))
+    assert state == RunState.RUNNING
+    assert "silent for" in (message or "") and "SLURM says RUNNING" in (message or "")
+    assert state_of(run, "running", None)[0] == RunState.FAILED  # nobody vouches for it
 
 
 @pytest.mark.parametrize("last_word", ["pending", "done", "stopped"])

@@ -479,25 +479,27 @@ def test_a_run_of_another_plan_version_is_refused_in_one_sentence(toy: Toy) -> N
 
 
 @pytest.mark.parametrize(
-    "state, attempt, word",
+    "state, written, attempt, word",
     [
-        ("PENDING", 2, "waits"),
-        ("RUNNING", 1, "is starting"),
-        ("RUNNING", 2, None),
-        ("SUSPENDED", 2, "is suspended"),
+        ("PENDING", "running", 2, "waits"),
+        ("RUNNING", "running", 1, "is running"),
+        ("RUNNING", "running", 2, "is running"),  # however old its sign of life is by this machine's clock
+        ("RUNNING", "stopped", 1, "is running"),
+        ("RUNNING", "stopped", 2, None),
+        ("SUSPENDED", "running", 2, "is suspended"),
     ],
 )
 def test_a_run_whose_job_will_work_on_it_is_not_queued_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, attempt: int, word: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, written: str, attempt: int, word: str | None
 ) -> None:
     """``attempt``: of the state that is written; the job is for the second one."""
     run = RunDir(tmp_path / "run")
-    write_json(run.state, {"state": "running", "attempt": attempt})
+    write_json(run.state, {"state": written, "attempt": attempt})
     write_json(run.job, {"scheduler": "slurm", "job_id": "7", "attempt": 2})
     monkeypatch.setattr(JobWatcher, "facts_of", lambda self, runs: {"7": JobFact("7", state)})
     if word is None:
         return check_not_running(run)
-    with pytest.raises(OccupiedError, match=f"job 7 of this run {word}"):
+    with pytest.raises(OccupiedError, match=f"job 7 of this run {word}.*primerl-hpc cancel"):
         check_not_running(run)
 
 
