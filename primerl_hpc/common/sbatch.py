@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, UNANSWERED, ask
+from primerl_hpc.common.slurm import COMMAND_TIMEOUT_S, SEPARATOR, UNANSWERED, UnansweredError, ask
 
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
@@ -38,10 +38,6 @@ _SITE_DEFAULTS = {
 """Variables people set in their shell as a default of the site, and the option that takes their place."""
 _CLIENT_SETTINGS = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"))
 _JOB_PREFIXES = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
-
-
-class UnansweredError(SchedulerError):
-    """SLURM did not say whether it took the job: it may be in the queue."""
 
 
 class RefusedError(SchedulerError):

@@ -56,6 +56,10 @@ WAITING = frozenset(
 )
 
 
+class UnansweredError(SchedulerError):
+    """SLURM did not say whether it did what was asked: what was to be queued may be in the queue."""
+
+
 @dataclass(frozen=True)
 class JobFact:
     job_id: str
@@ -162,7 +166,8 @@ def no_address(words: str) -> SchedulerError:
 def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Output of a SLURM query.
 
-    Raises SchedulerError when SLURM is not here or does not answer. A job it does not know is no error.
+    Raises SchedulerError when SLURM is not here or refuses, UnansweredError when it does not answer. A job it does not
+    know is no error.
     """
     if shutil.which(command[0]) is None:
         raise SchedulerError(
@@ -179,12 +184,14 @@ def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
+        raise UnansweredError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
     if done.returncode and NO_ADDRESS.search(done.stderr):
         raise no_address(command[0])
-    if done.returncode and "Invalid job id" not in done.stderr:
+    is_unanswered = UNANSWERED.search(done.stderr) is not None
+    if done.returncode and (is_unanswered or "Invalid job id" not in done.stderr):
         words = done.stderr.strip().splitlines()
-        raise SchedulerError(f"{command[0]}: {words[-1] if words else f'exit code {done.returncode}'}")
+        error = UnansweredError if is_unanswered else SchedulerError
+        raise error(f"{command[0]}: {words[-1] if words else f'exit code {done.returncode}'}")
     return done.stdout
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 from primerl_hpc.common.chain import chain_of
-from primerl_hpc.common.errors import OccupiedError
+from primerl_hpc.common.errors import OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, wait_until, write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
@@ -22,7 +23,7 @@ WAIT_S = 900.0
 def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
     """The state after the request; a run that has ended stays as it is.
 
-    Raises SchedulerError when the scheduler refuses, TimeoutWaitingError when ``wait`` takes too long.
+    Raises SchedulerError when the scheduler does not let go of a job that waits, TimeoutWaitingError when ``wait`` takes too long.
     """
     jobs = JobWatcher()
     look = lambda: take_snapshot(run, jobs.facts_of([run]))  # noqa: E731
@@ -30,14 +31,20 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
     state = snapshot.state
     if state.is_final or state == RunState.UNKNOWN:
         return state
-    _drop_links(run, after=snapshot.job)
     if state in (RunState.SUBMITTED, RunState.PENDING):
+        _drop_links(run, after=snapshot.job)
         _drop_job(snapshot.job)
         earlier, job = read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {}
         attempt = max(earlier.get("attempt", 0), job.get("attempt", 0))
         write_json(run.state, {**earlier, "state": RunState.CANCELLED.value, "attempt": attempt})
     else:
-        write_json(run.stop_request, {"reason": CANCEL, "now": now})
+        write_json(run.stop_request, {"reason": CANCEL, "now": now})  # this needs no SLURM
+        try:
+            _drop_links(run, after=snapshot.job)
+        except (
+            SchedulerError
+        ) as error:  # the run takes them out at its end, and each ends as soon as it starts
+            print(f"warning: what waits for this run is in the queue still: {error}", file=sys.stderr)
     if wait:
         wait_until(lambda: look().state.is_final, what=f"{run.root.name} to end", timeout_s=WAIT_S)
     return look().state

@@ -11,7 +11,9 @@ on a job that it has forgotten for fulfilled).
 
 from __future__ import annotations
 
-import subprocess
+import re
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +22,16 @@ from pathlib import Path
 from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import ask
+from primerl_hpc.common.sbatch import FIRST_PAUSE_S, LAST_PAUSE_S
+from primerl_hpc.common.slurm import UnansweredError, ask
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.plan.types import Plan
 
 MOST_LINKS = 100
+PATIENCE_S = 120.0
+"""How long a SLURM that does not answer is asked again."""
+_DONE_ALREADY = re.compile("no longer pending execution|already completing or completed")
+"""What SLURM says to the second try when it had taken the first."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +92,69 @@ class JobsTogether:
         return links
 
 
+class _UnsureError(UnansweredError):
+    """The jobs are complete in the queue, and may have started."""
+
+
 @contextmanager
 def together() -> Iterator[JobsTogether]:
-    """Jobs that are queued inside start when the block is over; when it fails, they are taken out again."""
+    """Jobs that are queued inside start when the block is over; when it fails, they are taken out again.
+
+    Raises UnansweredError when SLURM does not say whether they started, or does not let them be taken out.
+    """
     jobs = JobsTogether()
     try:
         yield jobs
-        ask(["scontrol", "release", jobs.ids[0]])
-    except BaseException:
-        drop_jobs(jobs.ids)
+        _release(jobs.ids[0])
+    except BaseException as error:
+        if not isinstance(error, _UnsureError):  # then they may run
+            _take_back(jobs.ids, error)
         raise
 
 
-def drop_jobs(ids: list[str]) -> None:
-    """Raises SchedulerError when scancel refuses or is not here."""
-    if not ids:
-        return
+def _release(job: str) -> None:
     try:
-        done = subprocess.run(["scancel", *ids], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise SchedulerError(
-            "scancel is not on this machine", mend="cancel from a login node of the cluster"
+        _insist(["scontrol", "release", job])
+    except UnansweredError as error:
+        raise _UnsureError(
+            f"SLURM did not say whether it released job {job}, the first of those queued ({error.cause})",
+            mend=f"when it answers again: scontrol release {job}",
         ) from None
-    if done.returncode:
-        raise SchedulerError(f"scancel refused: {done.stderr.strip()}")
+
+
+def _take_back(ids: list[str], why: BaseException) -> None:
+    try:
+        drop_jobs(ids)
+    except SchedulerError as error:
+        raise UnansweredError(
+            f"{str(why) or type(why).__name__}; what was queued before that is in the queue still ({error.cause})",
+            mend=f"when SLURM answers again: scancel {' '.join(ids)}",
+        ) from why
+
+
+def drop_jobs(ids: list[str]) -> None:
+    """Raises SchedulerError when scancel refuses or is not here, UnansweredError when it never answers."""
+    if ids:
+        _insist(["scancel", *ids])
+
+
+def _insist(command: list[str]) -> None:
+    """Ask until SLURM answers; an earlier try, or the job's own end, may have brought about what is asked.
+
+    Raises SchedulerError when it refuses, UnansweredError when it does not answer for `PATIENCE_S`.
+    """
+    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
+    while True:
+        try:
+            ask(command)
+            return
+        except UnansweredError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            print(f"{error}; again in {pause_s:.0f} s", file=sys.stderr)
+        except SchedulerError as error:
+            if not _DONE_ALREADY.search(error.cause):
+                raise
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LAST_PAUSE_S)

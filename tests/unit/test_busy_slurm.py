@@ -1,4 +1,5 @@
-"""Going on after the walltime while SLURM's controller is too busy to answer: tried again, and never two jobs.
+"""SLURM's controller is too busy to answer, at the end of a job and where people submit and cancel: it is asked again,
+never two jobs come of it, and no run loses its folder.
 
 SLURM's commands are shell scripts here: the first call of each times out as SLURM's own do, before or after the work.
 """
@@ -11,13 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from primerl_hpc.cli.main import cli
 from primerl_hpc.common.chain import Chain
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import UnansweredError
+from primerl_hpc.launch.cancel import cancel_run
 from primerl_hpc.runtime import allocation
 from primerl_hpc.runtime.chain import queue_next_link, waiting_links
 from primerl_hpc.runtime.requeue import requeue
+from tests.unit.test_cli import folder  # noqa: F401
 
 BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
 CHAIN = Chain(("1", "2"), is_until_done=True)
@@ -28,6 +34,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     """Puts commands by name before all others; their bodies know ``$call``. Returns the file with a line per call."""
     monkeypatch.setattr(allocation, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("primerl_hpc.common.sbatch.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("primerl_hpc.launch.chain.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
     def make(**bodies: str) -> Path:
@@ -139,3 +147,83 @@ def test_a_link_that_slurm_has_forgotten_waits_no_more(
 ) -> None:
     commands(squeue=f'echo "slurm_load_jobs error: {words}" >&2; exit 1')
     assert asyncio.run(waiting_links(Chain(("1", "2")), "1")) == waiting
+
+
+TAKES = {"sbatch": 'echo "Submitted batch job $((40 + call))"', "srun": "", "squeue": ""}
+
+
+def submit_chain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BaseException | None:  # noqa: F811
+    """What ended ``submit --chain 2`` in ``folder/run``."""
+    monkeypatch.chdir(folder)
+    Path("site.yaml").write_text("name: site\nnodes: 2\nnode: {gpus: 8}\nscheduler: {time: 60}\n")
+    words = ["submit", "recipe.yaml", "-p", "site.yaml", "--run-dir", "run", "--chain", "2"]
+    return CliRunner().invoke(cli, words).exception
+
+
+def asked_of(calls: Path, *names: str) -> list[str]:
+    return [line for line in calls.read_text().splitlines() if line.startswith(names)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    ["exit 0", 'echo "Job is no longer pending execution for job 41" >&2; exit 1'],
+    ids=["not taken", "taken"],
+)
+def test_a_release_that_seems_to_time_out_is_asked_for_again(
+    commands: Callable[..., Path],
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    second: str,
+) -> None:
+    calls = commands(**TAKES, scontrol=f"[ $call = 1 ] && {BUSY}\n{second}", scancel="")
+    assert submit_chain(folder, monkeypatch) is None
+    assert asked_of(calls, "scontrol", "scancel") == ["scontrol release 41"] * 2
+    assert read_json(folder / "run" / "control" / "job.json")["links"] == ["41", "42"]
+
+
+def test_a_chain_that_may_have_been_released_keeps_its_jobs_and_its_folder(
+    commands: Callable[..., Path],
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = commands(**TAKES, scontrol=BUSY, scancel="")
+    error = submit_chain(folder, monkeypatch)
+    assert isinstance(error, UnansweredError) and "scontrol release 41" in error.mend
+    assert not asked_of(calls, "scancel") and (folder / "run" / "plan.json").is_file()
+
+
+def test_held_jobs_that_cannot_be_taken_out_keep_their_folder_and_are_named(
+    commands: Callable[..., Path],
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuses = '[ $call = 2 ] && { echo "sbatch: error: no training on Sundays" >&2; exit 1; }\n'
+    commands(**{**TAKES, "sbatch": refuses + TAKES["sbatch"]}, scontrol="", scancel=BUSY)
+    error = submit_chain(folder, monkeypatch)
+    assert isinstance(error, UnansweredError)
+    assert "no training on Sundays" in error.cause and error.mend.endswith("scancel 41")
+    assert (folder / "run" / "plan.json").is_file()
+
+
+def test_a_refused_chain_leaves_nothing_though_scancel_seems_to_time_out(
+    commands: Callable[..., Path],
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = commands(
+        **TAKES, scontrol='echo "Access denied" >&2; exit 1', scancel=f"[ $call = 1 ] && {BUSY}\nexit 0"
+    )
+    assert "Access denied" in str(submit_chain(folder, monkeypatch))
+    assert asked_of(calls, "scancel") == ["scancel 41 42"] * 2 and not (folder / "run").exists()
+
+
+def test_a_running_chain_is_asked_to_stop_though_slurm_is_silent(
+    commands: Callable[..., Path], run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands(squeue=BUSY, scancel=BUSY)
+    write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1, "links": ["1", "2"]})
+    write_json(run.state, {"state": "running", "attempt": 1, "job_id": "1"})
+    write_json(run.supervisor_lock, {"host": "n1", "pid": 1, "started": "1", "job": "1", "restart": "0"})
+    cancel_run(run, now=False, wait=False)
+    assert read_json(run.stop_request) == {"reason": "cancel", "now": False}
+    assert "in the queue still" in capsys.readouterr().err
