@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -101,6 +102,15 @@ def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunD
             continue
         return RunDir(root)
     raise AssertionError("unreachable")
+
+
+def clear_run_dir(root: Path, *, keep_root: bool) -> None:
+    """Take back what was put into a claimed directory. One that the user made stays: it may have striping or ACLs."""
+    for entry in [*root.iterdir()] if keep_root else [root]:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def runs_folder(profile: Profile) -> Path:

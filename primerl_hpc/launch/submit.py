@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.prepare import (
     claim_run_dir,
+    clear_run_dir,
     compile_for,
     engines_script,
     freeze,
@@ -64,6 +64,7 @@ def prepare_run(
 ) -> tuple[RunDir, Plan]:
     """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
     check_run(loaded, profile, chain, run_dir)
+    was_there = _is_there(run_dir)
     run = claim_run_dir(loaded.recipe.name, profile, run_dir)
     try:
         plan = compile_for(loaded, profile, run.root)
@@ -71,7 +72,7 @@ def prepare_run(
         freeze(run, loaded, profile, plan, make_script(plan, profile))
         prepare_after(run, plan, profile)
     except BaseException:
-        shutil.rmtree(run.root, ignore_errors=True)  # it was empty when we claimed it
+        clear_run_dir(run.root, keep_root=was_there)
         raise
     register_run(run)
     return run, plan
@@ -113,6 +114,7 @@ def submit_run(
     loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
 ) -> Submitted:
     """Prepare and queue. A refused submission leaves no run directory behind; an unanswered one keeps it."""
+    was_there = _is_there(run_dir)
     run, plan = prepare_run(loaded, profile, run_dir, chain)
     try:
         return queue_run(run, plan, chain)
@@ -120,8 +122,12 @@ def submit_run(
         raise  # its job may be in the queue, and needs its folder
     except PrimerlError:
         discard_after(run, plan)
-        shutil.rmtree(run.root, ignore_errors=True)
+        clear_run_dir(run.root, keep_root=was_there)
         raise
+
+
+def _is_there(run_dir: Path | None) -> bool:
+    return run_dir is not None and run_dir.expanduser().exists()
 
 
 def resume_run(run: RunDir, chain: ChainRequest = ONE_JOB) -> Submitted:

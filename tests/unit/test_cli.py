@@ -220,6 +220,18 @@ def test_slurm_without_slurm_is_refused_and_leaves_no_run_directory(folder: Path
     assert not (folder / "run").exists()
 
 
+def test_a_refused_submission_leaves_a_folder_that_the_user_made_as_it_was(
+    folder: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
+    (folder / "run").mkdir(mode=0o2770)  # striped, or with ACLs
+    before = (folder / "run").stat().st_ino
+    words = ("submit", "recipe.yaml", "-p", str(profile), "--run-dir", "run")
+    assert primerl(*words, cwd=folder, PATH="/usr/bin/nothing").returncode == ExitCode.UNAVAILABLE
+    assert (folder / "run").stat().st_ino == before and not any((folder / "run").iterdir())
+
+
 def test_resume_may_ask_sbatch_for_something_else_and_for_nothing_that_the_plan_holds(
     folder: Path, tmp_path: Path
 ) -> None:
