@@ -43,7 +43,7 @@ PATTERNS = (
         r"No available memory for the cache blocks|max seq(?:uence)? len.{0,40} is larger than the maximum number of "
         r"tokens that can be stored in KV cache|Free memory on device .{0,80} is less than desired",
         "the engine finds too little GPU memory for its KV cache",
-        "change layout.inference.gpu_memory_utilization, raise layout.inference.tensor_parallel, or lower seq_len",
+        "change inference.gpu_memory_utilization, raise layout.inference.tensor_parallel, or lower seq_len",
         "with another recipe",
     ),
     _pattern(
@@ -51,7 +51,7 @@ PATTERNS = (
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|HIP out of memory|cudaErrorMemoryAllocation",
         "the GPU's memory is full",
         "lower seq_len, give the trainer more nodes, or set trainer.activation_checkpointing to full; of an engine, lower "
-        "layout.inference.gpu_memory_utilization",
+        "inference.gpu_memory_utilization",
         "with another recipe",
     ),
     _pattern(

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import ExitCode, NotFoundError
 from primerl_hpc.common.files import append_json, write_json
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import SEPARATOR
 from primerl_hpc.observe.diagnose import Diagnosis, diagnose, parse_verdict, tell
-from primerl_hpc.observe.patterns import recognise
+from primerl_hpc.observe.patterns import PATTERNS, recognise
 from primerl_hpc.observe.reasons import explain_reason
+from primerl_hpc.recipe.explain import explain
+from primerl_hpc.recipe.schema import Recipe
+
+
+def is_known(key: str) -> bool:
+    for root in (Recipe, Profile):
+        try:
+            explain(root, key)
+        except NotFoundError:
+            continue
+        return True
+    return False
+
+
+def test_every_key_that_a_mend_names_exists() -> None:
+    keys = {key for each in PATTERNS for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", each.mend)}
+    assert len(keys) > 8 and not [key for key in sorted(keys) if not is_known(key)]
 
 
 @pytest.mark.parametrize(
