@@ -127,11 +127,13 @@ def _partition(part: Part, rows: list[list[str]]) -> Iterator[Finding]:
     is_up = any(row[1] == "up" for row in mine)
     mend = part.mend("wait, or choose another scheduler.partition")
     yield Finding(what, is_up, f"{wanted} is {mine[0][1]}", mend)
-    asked, limit = minutes(part.scheduler.time), max(minutes(row[2]) or 0 for row in mine)
-    if asked is not None and limit:
-        said = f"{part.scheduler.time} of at most {mine[0][2]}"
-        mend = f"lower scheduler.time to {mine[0][2]}"
-        yield Finding(part.what("walltime"), asked <= limit, said, mend)
+    asked, limits = minutes(part.scheduler.time), {row[2]: minutes(row[2]) for row in mine}
+    if asked is not None and None not in limits.values():  # "infinite" is none
+        longest, limit = max(limits.items(), key=lambda each: each[1] or 0)
+        said = f"{part.scheduler.time} of at most {longest}"
+        yield Finding(
+            part.what("walltime"), asked <= (limit or 0), said, f"lower scheduler.time to {longest}"
+        )
     count = sum(int(row[3]) for row in mine)
     said = f"{count}, the profile says {part.nodes}"
     yield Finding(part.what("nodes"), count >= part.nodes, said, "lower nodes")
