@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from primerl_hpc.cli.options import (
     job_changes,
@@ -69,16 +68,6 @@ def bench_options(command: click.Command) -> click.Command:
     for decorate in decorators:
         command = decorate(command)
     return command
-
-
-def refuse_without_bench(options: Iterable[str]) -> None:
-    """Raises UsageError when one of them was typed: without ``--bench`` it says nothing."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        is_of_bench = option.name in options or not option.expose_value  # the profile's options
-        given = is_of_bench and context.get_parameter_source(option.name)
-        if given == ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{option.opts[0]} belongs to --bench")
 
 
 def run_bench(

@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "schema": ("schema", "JSON schema of recipes or profiles."),
     },
     "One part by hand": {
-        "inference": ("role", "Run one inference engine of a prepared run."),
+        "inference": ("role", "Serve a model as a job, or one engine of a run."),
         "router": ("role", "Run the router of a prepared run."),
         "prefill": ("role", "Run one engine that reads prompts for the others."),
         "teacher": ("role", "Run one engine of the teacher."),

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.options import chain_options, json_option, load_both, print_json, recipe_and_profile
+from primerl_hpc.cli.options import (
+    chain_options,
+    json_option,
+    load_both,
+    print_json,
+    profile_option,
+    set_option,
+)
 from primerl_hpc.observe.text import shown
+
+if TYPE_CHECKING:
+    from primerl_hpc.cluster.load import LoadedProfile
+    from primerl_hpc.launch.chain import ChainRequest
+    from primerl_hpc.recipe.load import LoadedRecipe
 
 EPILOG = """\b
 Examples:
@@ -20,36 +34,58 @@ Examples:
 """
 
 
+def submit_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--profile P --set k=v --run-dir D --dry-run --follow``"""
+    run_dir = click.option(
+        "--run-dir",
+        type=click.Path(path_type=Path),
+        help="Where the run lives. [default: runs/<name>-<number>]",
+    )
+    dry_run = click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Check and show everything; with --run-dir also prepare it. Start nothing.",
+    )
+    follow = click.option(
+        "--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running."
+    )
+    return profile_option(set_option(run_dir(dry_run(follow(function)))))
+
+
 @click.command("submit", epilog=EPILOG)
-@recipe_and_profile
-@click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Where the run lives. [default: runs/<name>-<number>]"
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check and show everything; with --run-dir also prepare it. Start nothing.",
-)
-@click.option("--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running.")
+@click.argument("recipe")
+@submit_options
 @chain_options
 @json_option
 def command(
     recipe: str,
     profile_name: str | None,
     overrides: tuple[str, ...],
-    run_dir: Path | None,
-    dry_run: bool,
-    follow: bool,
     links: int,
     until_done: bool,
-    as_json: bool,
+    **how: Any,
 ) -> int:
     """Compile RECIPE for a cluster and start it."""
     from primerl_hpc.launch.chain import ChainRequest
-    from primerl_hpc.launch.submit import submit_run
 
     loaded, profile = load_both(recipe, profile_name, overrides)
-    chain = ChainRequest(links, until_done)
+    return submit(loaded, profile, ChainRequest(links, until_done), **how)
+
+
+def submit(
+    loaded: LoadedRecipe,
+    profile: LoadedProfile,
+    chain: ChainRequest | None = None,
+    *,
+    run_dir: Path | None,
+    dry_run: bool,
+    follow: bool,
+    as_json: bool,
+) -> int:
+    """The exit code: of the run where it is followed."""
+    from primerl_hpc.launch.submit import ONE_JOB, submit_run
+
+    chain = chain or ONE_JOB
     if dry_run:
         return _dry_run(loaded, profile, run_dir, chain, as_json)
     submitted = submit_run(loaded, profile, run_dir, chain)
@@ -68,7 +104,9 @@ def command(
     return 0
 
 
-def _dry_run(loaded, profile, run_dir: Path | None, chain, as_json: bool) -> int:  # type: ignore[no-untyped-def]
+def _dry_run(
+    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest, as_json: bool
+) -> int:
     from primerl_hpc.cli.plan import show_plan
     from primerl_hpc.launch.prepare import job_script, make_script
     from primerl_hpc.launch.submit import check_run, prepare_run

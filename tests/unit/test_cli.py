@@ -251,6 +251,48 @@ def test_resume_may_ask_sbatch_for_something_else_and_for_nothing_that_the_plan_
     assert json.loads((folder / "run" / "plan.json").read_text())["signal_margin_s"] == 900
 
 
+SERVED = """\
+kind: inference
+name: served
+model: {name: ./model}
+layout: {inference: {replicas: 1}}
+"""
+
+
+def test_inference_submits_a_recipe_of_that_kind_as_submit_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "served.yaml").write_text(SERVED)
+    words = ("served.yaml", "-p", "local", "--set", "layout.inference.replicas=2", "--dry-run", "--json")
+    said, same = (
+        json.loads(CliRunner().invoke(cli, (name, *words), catch_exceptions=False).output)
+        for name in ("inference", "submit")
+    )
+    roles = [each["role"] for each in said["plan"]["phases"][0]["processes"]]
+    assert said == same and sorted(roles) == ["inference", "inference", "router"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("recipe.yaml", "-p", "local"), ExitCode.CONFIG, "kind sft has more than engines"),
+        (("served.yaml", "-p", "local", "--index", "1"), ExitCode.USAGE, "--index is of one part of a run"),
+        (("run", "--follow"), ExitCode.USAGE, "--follow is for a recipe"),
+        (("run", "--time", "5"), ExitCode.USAGE, "--time is for a recipe"),
+        (("nowhere", "-p", "local"), ExitCode.NOT_FOUND, "neither a recipe nor a run"),
+    ],
+)
+def test_inference_refuses_what_is_neither_a_served_recipe_nor_a_part_of_a_run(
+    folder: Path, words: tuple[str, ...], code: int, says: str
+) -> None:
+    (folder / "served.yaml").write_text(SERVED)
+    primerl("submit", "served.yaml", "-p", "local", "--dry-run", "--run-dir", "run", cwd=folder)
+    before = tree(folder)
+    done = primerl("inference", *words, cwd=folder)
+    assert done.returncode == code and says in done.stderr and tree(folder) == before
+
+
 def test_render_does_not_overwrite_another_script(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "job.sbatch").write_text("mine\n")
