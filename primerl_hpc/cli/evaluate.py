@@ -130,10 +130,10 @@ def command(
     )
     loaded = load_evaluation(source, request, overrides)
     profile = for_recipe(_profile(source, profile_name), loaded)
+    beside = source.evaluation.root if isinstance(source, RunDir) and model is None else None
     if dry_run:
-        return _dry_run(loaded, profile, run_dir, as_json)
-    if run_dir is None and isinstance(source, RunDir) and model is None:
-        run_dir = source.evaluation.root
+        return _dry_run(loaded, profile, run_dir, beside, as_json)
+    run_dir = run_dir or beside
     is_new = run_dir is None or not RunDir(run_dir).plan.is_file()
     submitted = submit_evaluation(loaded, profile, run_dir)
     if submitted is None:
@@ -164,15 +164,15 @@ def _profile(source: Any, name: str | None) -> Any:
     raise click.UsageError("a recipe needs --profile: where is it to run?")
 
 
-def _dry_run(loaded: Any, profile: Any, run_dir: Path | None, as_json: bool) -> int:
+def _dry_run(loaded: Any, profile: Any, run_dir: Path | None, default: Path | None, as_json: bool) -> int:
+    """``default``: where results go when no ``run_dir`` was given; None: under the runs folder."""
     from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.launch.evaluate import prepare_evaluation
-    from primerl_hpc.launch.submit import check_run
+    from primerl_hpc.launch.evaluate import check_evaluation, prepare_evaluation
 
     if run_dir is not None:
         _, plan = prepare_evaluation(loaded, profile, run_dir)
     else:
-        plan = check_run(loaded, profile)
+        plan = check_evaluation(loaded, profile, default)
     if as_json:
         print_json({"plan": plan.model_dump(mode="json")})
     else:

@@ -23,7 +23,14 @@ from primerl_hpc.common.scores import read_scores
 from primerl_hpc.common.validate import validate
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.launch.prepare import compile_for, freeze, make_script
-from primerl_hpc.launch.submit import Submitted, check_not_running, prepare_run, queue_run, submit_run
+from primerl_hpc.launch.submit import (
+    Submitted,
+    check_not_running,
+    check_run,
+    prepare_run,
+    queue_run,
+    submit_run,
+)
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe, resolve_recipe_path, with_overrides
@@ -193,6 +200,12 @@ def submit_evaluation(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Pat
         return None
     _freeze_again(run, loaded, profile, plan)
     return queue_run(run, plan)
+
+
+def check_evaluation(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Plan:
+    """The plan of what `submit_evaluation` would queue. Nothing is written."""
+    run = _earlier(run_dir)
+    return check_run(loaded, profile, run_dir=run_dir) if run is None else _check_again(run, loaded, profile)
 
 
 def prepare_evaluation(

@@ -99,6 +99,16 @@ def test_versions_are_the_base_the_asked_ones_or_every_nth_and_the_last():
     assert Evaluation().versions([]) == [0]
 
 
+def test_a_dry_run_shows_the_folder_that_results_would_go_to_and_writes_nothing(trained: RunDir) -> None:
+    before = tree(trained.root.parent)
+    plan = json.loads(primerl("eval", "run", "--dry-run", "--json").output)["plan"]
+    assert plan["run_dir"] == str(trained.evaluation.root) and tree(trained.root.parent) == before
+    prepare("--samples", "8", run_dir=str(trained.evaluation.root))
+    score(trained.evaluation, 10)
+    refused = primerl("eval", "run", "--dry-run").exception  # as it would be without --dry-run
+    assert isinstance(refused, OccupiedError) and "held-out" in str(refused)
+
+
 def test_a_runs_model_weights_and_environments_are_taken_from_its_plan(trained: RunDir) -> None:
     plan = prepare(
         "--steps", "20", "--env", "held-out", "--env", "alphabet-sort", "--samples", "4", "--replicas", "2"
