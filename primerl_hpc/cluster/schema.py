@@ -239,10 +239,11 @@ class Node(Block):
 
 
 class Network(Block):
-    address: Literal["hostname", "loopback"] = "hostname"
-    """What a process publishes as its host."""
+    interface: Word | None = None
+    """What joins the nodes, e.g. ``ib0``: processes listen on its address, and NCCL and Gloo use it unless ``env`` says
+    otherwise. Null: the address of the node's name."""
     env: Variables = Field(default_factory=dict)
-    """NCCL and interface variables."""
+    """Variables of NCCL, UCX, libfabric."""
 
 
 class Container(Block):

@@ -24,6 +24,7 @@ ENGINE_API_KEY = (
 )
 NO_KEY = "PRIMERL_NO_KEY"  # never set: a client that names its key by this variable has none
 
+INTERFACE = "PRIMERL_INTERFACE"  # network.interface of the profile, for every process of a run
 MIRROR = "PRIMERL_MIRROR"  # an engine's folder on its node, inherited by its workers
 
 HOME = "PRIMERL_HOME"
@@ -44,6 +45,7 @@ RESERVED = frozenset(
         INCARNATION,
         ENGINE_API_KEY,
         NO_KEY,
+        INTERFACE,
         MIRROR,
         HOME,
         RUNS_DIR,
@@ -109,6 +111,10 @@ def incarnation() -> int:
 
 def process() -> str:
     return os.environ.get(PROCESS, "")
+
+
+def interface() -> str | None:
+    return os.environ.get(INTERFACE) or None
 
 
 def engine_api_key() -> str | None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
+import struct
 from pathlib import Path
 
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 
 def listen_host(num_nodes: int) -> str:
-    """Loopback when the run has one node; else this node's address towards its cluster."""
+    """Loopback when the run has one node; else this node's address towards its cluster: of the profile's
+    ``network.interface``, or of its own name.
+
+    Raises ConfigError for an interface that this node has not, or that has no address.
+    """
     if num_nodes <= 1:
         return "127.0.0.1"
+    if (interface := env.interface()) is not None:
+        return _address_of(interface)
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         return address
@@ -20,6 +32,20 @@ def listen_host(num_nodes: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))
         return str(probe.getsockname()[0])
+
+
+def _address_of(interface: str) -> str:
+    asked = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            told = fcntl.ioctl(probe, _SIOCGIFADDR, asked)
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"{socket.gethostname()} has no IPv4 address on interface {interface} ({error.strerror})",
+                mend=f"network.interface of the profile: one of {known}, or null",
+            ) from None
+    return socket.inet_ntoa(told[20:24])
 
 
 def bind_listener(host: str, memory: Path) -> socket.socket:

@@ -4,6 +4,7 @@ but for what a user wrote."""
 from __future__ import annotations
 
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common import env
 from primerl_hpc.common.names import Role
 from primerl_hpc.plan.engine_env import engine_env
 from primerl_hpc.recipe.schema import Recipe
@@ -26,6 +27,9 @@ def process_env(role: Role, recipe: Recipe, profile: Profile) -> dict[str, str]:
     if role in (Role.TRAINER, Role.SFT) and profile.accelerator == "gpu":
         values["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if (interface := profile.network.interface) is not None:
+        names = (env.INTERFACE, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+        values.update(dict.fromkeys(names, interface))
     values.update(profile.network.env)
     values.update(profile.env)
     values.update(profile.software.of_role(role).env)
