@@ -30,8 +30,8 @@ from primerl_hpc.plan.types import Plan
 MOST_LINKS = 100
 PATIENCE_S = 120.0
 """How long a SLURM that does not answer is asked again."""
-_DONE_ALREADY = re.compile("no longer pending execution|already completing or completed")
-"""What SLURM says to the second try when it had taken the first."""
+_DONE_ALREADY = re.compile("has already finished|no longer pending execution|already completing or completed")
+"""What SLURM says to the second try when it had taken the first, and the job has come and gone meanwhile."""
 
 
 @dataclass(frozen=True)

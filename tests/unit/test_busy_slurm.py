@@ -166,8 +166,8 @@ def asked_of(calls: Path, *names: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "second",
-    ["exit 0", 'echo "Job is no longer pending execution for job 41" >&2; exit 1'],
-    ids=["not taken", "taken"],
+    ["exit 0", 'echo "slurm_suspend error: Job has already finished" >&2; exit 1'],
+    ids=["not taken", "taken, and the job has ended"],
 )
 def test_a_release_that_seems_to_time_out_is_asked_for_again(
     commands: Callable[..., Path],
