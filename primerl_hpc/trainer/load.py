@@ -32,17 +32,22 @@ from primerl_hpc.trainer.parallel.mesh import local
 from primerl_hpc.transport.weights_filesystem import INDEX
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from primerl_hpc.trainer.model import Policy
 
 NOISE_STD = 0.02
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no scale beside them
+DEQUANTISE = "train its bfloat16 version"
 
 
 @torch.no_grad()
 def load_weights(policy: Policy, folder: Path) -> None:
     """Copy each rank's part out of the folder's safetensors files.
 
-    Raises DataError naming the first tensor that is missing, unreadable or of another shape.
+    Raises DataError naming the first tensor that is missing, unreadable, quantised or of another shape.
     """
+    refuse_quantised_config(policy.hf.config, folder)
     targets = dict(policy.tensors())
     files = weight_files(folder)
     groups = group_sources(policy.hf, sorted(files))
@@ -53,9 +58,11 @@ def load_weights(policy: Policy, folder: Path) -> None:
         }
         for target, (converter, sources) in groups.items():
             slices = {key: handles[files[key]].get_slice(key) for key, _ in sources}
+            if converter is None and target not in targets:
+                continue  # a tied head, or a buffer of older versions
+            if target not in targets or targets[target].is_floating_point():
+                refuse_quantised(slices, folder)
             if converter is None:
-                if target not in targets:
-                    continue  # a tied head, or a buffer of older versions
                 (source,) = slices.values()
                 copy_part(targets[target], source, target, folder)
                 missing.discard(target)
@@ -73,6 +80,20 @@ def load_weights(policy: Policy, folder: Path) -> None:
             f"{len(missing)} weights of {type(policy.hf).__name__} are in no file, e.g. {min(missing)}",
             place=str(folder),
         )
+
+
+def refuse_quantised_config(config: PreTrainedConfig, folder: Path) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method", "unknown method")
+        raise DataError(f"the model is quantised ({method})", place=str(folder), mend=DEQUANTISE)
+
+
+def refuse_quantised(slices: dict[str, Any], folder: Path) -> None:
+    """Numbers that mean nothing without their scales would fit by their shape."""
+    for key, source in slices.items():
+        if (dtype := source.get_dtype()) not in FLOATS:
+            raise DataError(f"{key} is quantised ({dtype})", place=str(folder), mend=DEQUANTISE)
 
 
 def convert(converter: WeightConverter, target: str, hf: nn.Module) -> dict[str, Tensor]:
