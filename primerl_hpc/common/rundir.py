@@ -332,11 +332,14 @@ class RunDir:
                     self.delete_step(entry, marker)
 
     def delete_dropped(self, folder: Path) -> None:
-        """Remove what `delete_after` had to leave in ``folder`` and nobody reads any more."""
+        """Remove what `delete_after`, or a writer of the same step, had to leave in ``folder`` and nobody reads any more."""
         for step in self.list_steps(folder, DROPPED):
             path = folder / f"step_{step}"
             if not self.has_lease(path):
                 self.delete_step(path, DROPPED)
+        for path in folder.glob("step_*.*.tmp"):
+            if not self.has_lease(path.with_name(path.name.split(".")[0])):
+                shutil.rmtree(path, ignore_errors=True)
 
     # -- leases: nothing is deleted while somebody reads it --------------------------------------------------------
     lease = staticmethod(make_lease)

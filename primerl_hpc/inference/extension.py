@@ -8,15 +8,18 @@ rank keeps only its slices and a node's memory may not hold one full copy per ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError, RoleError
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 from primerl_hpc.inference.mirror import Mirror
 from primerl_hpc.transport.weights import Chain, Seats, from_body
+from primerl_hpc.transport.weights_filesystem import MANIFEST
 
 
 class WeightUpdate:
@@ -40,13 +43,16 @@ class WeightUpdate:
             folder = str(
                 Mirror(env.mirror()).bring_to(source, version) if isinstance(source, Chain) else source
             )
-            tensors = read_headers(_local_folder(folder) or Path(folder))
             reference = self._primerl_reference(config.model)
-            if reference is not None:
-                check_same_model(tensors, reference, is_tied=is_tied, place=folder)
+
+            def check(tensors: dict[str, TensorInfo]) -> None:
+                if reference is not None:
+                    check_same_model(tensors, reference, is_tied=is_tied, place=folder)
+
+            tensors, stream = open_folder(_local_folder(folder) or Path(folder), check)
         except (DataError, OSError) as error:
             return {"rank": rank, "error": str(error)}
-        vllm_compat.reload_weights(self, stream_tensors(tensors))
+        vllm_compat.reload_weights(self, stream)
         self._primerl_reference_tensors = tensors
         return {"rank": rank, "version": version}
 
@@ -94,14 +100,38 @@ def _noting(tensors: Iterator[tuple[str, Any]], names: set[str]) -> Iterator[tup
         yield name, tensor
 
 
+def open_folder(
+    folder: Path, check: Callable[[dict[str, TensorInfo]], None]
+) -> tuple[dict[str, TensorInfo], Iterator[tuple[str, Any]]]:
+    """Names and shapes, once ``check`` has let them pass, and a stream of the tensors, of one and the same version.
+
+    A recovered trainer writes a version again under the same name, whoever reads it.
+    Raises DataError when the folder is damaged, or was replaced before its files were open.
+    """
+    manifest = read_json_or_none(folder / MANIFEST)
+    tensors = read_headers(folder)
+    check(tensors)
+    stream = stream_tensors(tensors)
+    if read_json_or_none(folder / MANIFEST) != manifest:
+        raise DataError("was replaced while it was opened", place=str(folder))
+    return tensors, stream
+
+
 def stream_tensors(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) file by file."""
+    """(name, tensor) file by file. All files are open when this returns: who renames or deletes them changes nothing."""
     from safetensors import safe_open
 
-    for file in sorted({info.file for info in tensors.values()}):
-        with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a dict)
-                yield name, reader.get_tensor(name)
+    readers = deque(
+        safe_open(file, framework="pt") for file in sorted({each.file for each in tensors.values()})
+    )
+
+    def stream() -> Iterator[tuple[str, Any]]:
+        while readers:
+            with readers.popleft() as reader:
+                for name in reader.keys():  # noqa: SIM118 (not a dict)
+                    yield name, reader.get_tensor(name)
+
+    return stream()
 
 
 def _local_folder(model: str) -> Path | None:

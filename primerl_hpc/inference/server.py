@@ -24,6 +24,7 @@ import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, RoleError
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.leases import HeldLease
 from primerl_hpc.common.listen import bind_listener, free_ports, listen_host
 from primerl_hpc.common.names import Role
@@ -34,6 +35,7 @@ from primerl_hpc.inference.checkpoint import read_headers
 from primerl_hpc.inference.engine_args import engine_args, node_args
 from primerl_hpc.plan.types import PhasePlan, Plan
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.transport.weights_filesystem import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,13 @@ class StartWeights:
     """Held while loading, so that the trainer does not delete the folder."""
     adapter: Path | None = None
     """What is loaded on top of ``path``, once the engine runs."""
+    manifest: Any = None
+    """Of a policy version, as it was when it was chosen."""
+
+    def check(self) -> None:
+        """Raises RoleError when a recovered trainer wrote the version again while it was loaded, file by file."""
+        if self.manifest is not None and read_json_or_none(Path(self.path) / MANIFEST) != self.manifest:
+            raise RoleError("the weights were replaced while the engine loaded them", place=self.path)
 
     def release(self) -> None:
         if self.lease is not None:
@@ -60,12 +69,13 @@ def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: b
     for version in reversed(run.stable_weights()):
         folder = run.weights_step(version)
         lease = run.lease(folder, reader)
+        manifest = read_json_or_none(folder / MANIFEST)
         try:
             read_headers(folder)
             held = HeldLease(lease)
             if has_adapters:
                 return StartWeights(base, version, held, folder)
-            return StartWeights(str(folder), version, held)
+            return StartWeights(str(folder), version, held, manifest=manifest)
         except (DataError, OSError) as error:
             lease.unlink(missing_ok=True)
             logger.warning("policy version %d cannot be served: %s", version, error)
@@ -127,6 +137,7 @@ def _serve(
     async def companion() -> None:
         try:
             await probe(f"http://{host}:{port}", state.api_key)
+            weights.check()
             if weights.adapter is not None:
                 await load_adapter(f"http://{host}:{port}", state.api_key, weights)
         finally:

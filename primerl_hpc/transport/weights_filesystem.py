@@ -69,12 +69,13 @@ class FolderWriter:
         return self.folder
 
     def _clear(self) -> None:
-        """Move the folder of an earlier life out of the way: on NFS what a reader has open cannot be deleted."""
+        """Move the folder of an earlier life out of the way. What somebody reads is deleted later: `RunDir.delete_dropped`."""
         (self.folder / STABLE).unlink(missing_ok=True)
         old = self.folder.with_name(f"{self.folder.name}.{time.time_ns()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder, old)
-        shutil.rmtree(old, ignore_errors=True)
+        if not self.run.has_lease(self.folder):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class WeightWriter(FolderWriter):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.inference.checkpoint import check_same_model, read_headers
+from primerl_hpc.transport.weights_filesystem import WeightWriter
 
 SHAPES = {"model.embed.weight": (8, 4), "model.layer.weight": (4, 4), "lm_head.weight": (8, 4)}
 
@@ -100,6 +101,65 @@ def test_an_engine_starts_from_the_newest_whole_version(tmp_path: Path) -> None:
     assert run.has_lease(run.weights_step(2)) and chosen.lease.thread.is_alive()  # for as long as it loads
     chosen.release()
     assert not run.has_lease(run.weights_step(2))
+
+
+def write_version(run: RunDir, fill: float) -> None:
+    """Version 1 in two files, every number of it ``fill``: as a trainer of each life writes it."""
+    writer = WeightWriter(run, 1)
+    writer.begin()
+    entries = []
+    for number, (name, shape) in enumerate(SHAPES.items(), start=1):
+        path = writer.shard_path(number, of=len(SHAPES))
+        save_file({name: np.full(shape, fill, np.float32)}, path)
+        entries.append(writer.finish_file(path))
+    writer.commit(entries)
+
+
+def test_a_version_that_is_written_again_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    """What its reader holds by a lease stays where it was moved to until the lease is given back."""
+    pytest.importorskip("torch")
+    from primerl_hpc.inference.extension import open_folder
+
+    run = RunDir(tmp_path)
+    write_version(run, 1.0)
+    lease = run.lease(run.weights_step(1), "inference-0")
+    _, stream = open_folder(run.weights_step(1), lambda _: None)
+    found = dict([next(stream)])
+    run.delete_after(0)
+    write_version(run, 2.0)
+    moved = list(run.weights.glob("*.tmp"))
+    run.delete_dropped(run.weights)
+    assert list(run.weights.glob("*.tmp")) == moved and len(moved) == 1
+    lease.unlink()
+    run.delete_dropped(run.weights)
+    assert not list(run.weights.glob("*.tmp"))
+    found |= dict(stream)
+    assert {name: tuple(value.shape) for name, value in found.items()} == SHAPES
+    assert all((value == 1).all() for value in found.values())
+    assert all((value == 2).all() for _, value in open_folder(run.weights_step(1), lambda _: None)[1])
+
+
+def test_a_version_that_is_written_again_while_it_is_opened_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from primerl_hpc.inference.extension import open_folder
+
+    run = RunDir(tmp_path)
+    write_version(run, 1.0)
+    with pytest.raises(DataError, match="step_1: was replaced while it was opened"):
+        open_folder(run.weights_step(1), lambda _: write_version(run, 2.0))
+
+
+def test_an_engine_that_loaded_while_its_version_was_written_again_does_not_serve_it(tmp_path: Path) -> None:
+    from primerl_hpc.inference.server import choose_start_weights
+
+    run = RunDir(tmp_path)
+    write_version(run, 1.0)
+    chosen = choose_start_weights(run, "base", "inference-0")
+    chosen.check()
+    write_version(run, 2.0)
+    with pytest.raises(RoleError, match="replaced while the engine loaded them"):
+        chosen.check()
+    chosen.release()
 
 
 def test_an_engine_of_adapters_starts_from_the_base_model_and_the_newest_of_them(tmp_path: Path) -> None:
