@@ -227,7 +227,7 @@ def _of_a_waiting_run(snapshot: Snapshot, fact: JobFact | None, watch: str) -> D
 
 
 def _pulse(snapshot: Snapshot) -> str:
-    """Whether it moves, from its last step and its restarts."""
+    """Whether it moves, from its last step, its restarts and saves."""
     since_s = time.time() - float(snapshot.metrics.get("time") or snapshot.started or time.time())
     step_s = snapshot.metrics.get("time/step")
     if isinstance(step_s, float) and since_s > max(60.0, SLOW * step_s):
@@ -235,8 +235,14 @@ def _pulse(snapshot: Snapshot) -> str:
             f"no new step for {format_duration(since_s)}, a step took {format_duration(step_s)}: "
             f"primerl-hpc logs {snapshot.name} {TRAINER_OF[snapshot.kind]} says what it does"
         )
-    died = ", ".join(f"{name} {count} times" for name, count in snapshot.restarts.items())
-    return f"it is {snapshot.state.value}; " + (f"started again: {died}" if died else "nothing has failed")
+    notes = []
+    if died := ", ".join(f"{name} {count} times" for name, count in snapshot.restarts.items()):
+        notes.append(f"started again: {died}")
+    if failed := snapshot.metrics.get("checkpoint/failed"):
+        last = snapshot.run.latest_checkpoint() or "none"
+        log = f"primerl-hpc logs {snapshot.name} {TRAINER_OF[snapshot.kind]}"
+        notes.append(f"saves that failed: {failed}, last checkpoint: {last}; {log} says why")
+    return f"it is {snapshot.state.value}; {'; '.join(notes) or 'nothing has failed'}"
 
 
 # -- in words --------------------------------------------------------------------------------------------------------------

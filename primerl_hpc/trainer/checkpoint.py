@@ -2,7 +2,8 @@
 
 Tensors go through torch's distributed checkpoint into safetensors shards whose headers say where each chunk lies,
 so no pickle is written or read (see docs/decisions/0002-checkpoint-format.md). What is not a tensor is in
-``state.json``. Random state needs no place: it is a function of seed, step and rank (`setup.seed_step`).
+``state.json``, with names, sizes and checksums of the shards. Random state needs no place: it is a function of seed, step
+and rank (`setup.seed_step`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import read_json
+from primerl_hpc.common.files import crc32_of_file, read_json
 from primerl_hpc.common.rundir import COMPLETE, RunDir
 from primerl_hpc.recipe.training_schema import Checkpoint
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.optim import make_state, num_updates, state_kinds, state_tensors
+from primerl_hpc.trainer.parallel.mesh import World
+from primerl_hpc.trainer.setup import from_leader
+from primerl_hpc.transport.weights_filesystem import LAG_S, files_fault, wait_while
 
 STATE = "state.json"
 SCHEMA_VERSION = 1
@@ -67,7 +72,7 @@ def checkpoint_tensors(core: Core) -> dict[str, Tensor]:
     return weights | state_tensors(core.optimizer, core.names)
 
 
-def load_checkpoint(run: RunDir, core: Core, step: int) -> dict[str, Any]:
+def load_checkpoint(run: RunDir, core: Core, step: int, *, lag_s: float = LAG_S) -> dict[str, Any]:
     """Read weights and optimizer into ``core``; returns the loop's progress. Collective.
 
     Of a checkpoint that came from another run, the parts named in its fork note are left as they are at the start.
@@ -93,17 +98,49 @@ def load_checkpoint(run: RunDir, core: Core, step: int) -> dict[str, Any]:
             place=str(side),
             mend="start from it in a new run with checkpoint.fork and skip: [optimizer]",
         )
+    check_shards(run, step, state.get("shards", []), core.world, lag_s)
     make_state(core.optimizer, kinds, state["optimizer_updates"])
     tensors = checkpoint_tensors(core)
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(side)))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, SafetensorError) as error:
         raise DataError(
-            f"the checkpoint is damaged or of another model: {_cause(error)}", place=str(side)
+            f"the checkpoint is damaged or of another model: {cause_of(error)}", place=str(side)
         ) from error
     core.num_tokens = 0 if "progress" in skipped else state["num_tokens"]
     core.schedule_start = step if "scheduler" in skipped else state["schedule_start"]
     return {} if "data" in skipped else state["progress"]
+
+
+def check_shards(run: RunDir, step: int, shards: list[dict[str, Any]], world: World, lag_s: float) -> None:
+    """Whether all that was saved is there, bit for bit. Collective: each rank reads its share of the files.
+
+    torch takes a tensor's size from the parts it finds and leaves in place what lies in a hole between them.
+    ``shards``: their names, sizes and CRC-32; none in checkpoints of older versions.
+    Raises DataError naming the first file that is missing or not what was saved, on all ranks.
+    """
+    side = run.checkpoint_side(step, SIDE)
+    fault = wait_while(lambda: files_fault(side, shards, STATE), lag_s) if world.is_leader else ""
+    if not (fault := from_leader(fault)):
+        everyones: list = [""] * world.size
+        # the rank of the same number as the one that saved: what it reads here is in its node's memory for the load
+        dist.all_gather_object(everyones, _checksum_fault(side, shards[world.rank :: world.size]))
+        fault = next(filter(None, everyones), "")
+    if fault:
+        older = [each for each in run.complete_checkpoints() if each < step]
+        mend = f"remove {run.checkpoint(step)} to go on from checkpoint {older[-1]}" if older else ""
+        raise DataError(f"the checkpoint is damaged: {fault}", place=str(side), mend=mend)
+
+
+def _checksum_fault(side: Path, shards: list[dict[str, Any]]) -> str:
+    for entry in shards:
+        try:
+            found = crc32_of_file(side / entry["name"])
+        except OSError as error:
+            return f"{entry['name']} cannot be read ({error.strerror})"
+        if found != entry["crc32"]:
+            return f"{entry['name']} has CRC-32 {found:08x}, {STATE} says {entry['crc32']:08x}"
+    return ""
 
 
 def _adapters_in_words(lora: dict[str, Any] | None) -> str:
@@ -114,7 +151,7 @@ def _adapters_in_words(lora: dict[str, Any] | None) -> str:
     return f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}{where}"
 
 
-def _cause(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """The first rank's own words, in one line."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
         error = error.failures[min(error.failures)][0]

@@ -26,8 +26,14 @@ class Next(IntEnum):
 
 class Requests(IntEnum):
     NONE = 0
-    CHECKPOINT = 1
-    STOP = 2
+    RETRY = 1  # of a save beside training that failed
+    CHECKPOINT = 2
+    STOP = 3
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a save may be written beside training: nobody waits for it."""
+        return self <= Requests.RETRY
 
 
 def wait_for_batch(run: RunDir, receiver: FilesystemReceiver, step: int, world: World) -> Next:
@@ -52,9 +58,12 @@ def _look(run: RunDir, receiver: FilesystemReceiver, step: int) -> Next:
     return Next.WAIT
 
 
-def read_requests(run: RunDir, world: World) -> Requests:
-    """Requests at a step boundary. Collective; stop outranks checkpoint."""
-    found = Requests.NONE
+def read_requests(run: RunDir, world: World, *, has_failed: bool) -> Requests:
+    """Requests at a step boundary. Collective; stop outranks checkpoint, and either is a second try of a save.
+
+    ``has_failed``: whether rank 0 knows that the last save failed.
+    """
+    found = Requests.RETRY if has_failed else Requests.NONE
     if world.is_leader:
         if run.stop_request.exists():
             found = Requests.STOP

@@ -70,7 +70,7 @@ def train_steps(run: RunDir, core: Core, publisher: Publisher, saver: Saver, sta
             watchdog.rest()
         if found == Next.STOP:
             watchdog.beat(f"step {step - 1}, saving")
-            if saved != step - 1:
+            if saved != step - 1 or saver.wait():
                 if not is_whole_there(run, step - 1, world):
                     publisher.write_whole(step - 1)  # what the next life begins with
                 saver.save(step - 1, in_background=False)
@@ -80,19 +80,19 @@ def train_steps(run: RunDir, core: Core, publisher: Publisher, saver: Saver, sta
         result, load_s = train_batch(core, receiver, step)
         timings = {"time/wait_for_batch": waited_s, "time/load_data": load_s}
         watchdog.beat(f"step {step}, writing its weights")
-        request = read_requests(run, world)
+        request = read_requests(run, world, has_failed=saver.has_failed)
         is_saved = request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps)
         is_whole = is_whole_version_asked(run, world) or is_saved or is_whole_version(recipe, step)
         timings["time/broadcast_weights"] = timed(publisher.publish, step, is_whole=is_whole)
         if is_saved:
             watchdog.beat(f"step {step}, saving")
-            timings["time/save_ckpt"] = timed(saver.save, step, in_background=request == Requests.NONE)
+            timings["time/save_ckpt"] = timed(saver.save, step, in_background=request.can_wait)
             saved = step
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
         if world.is_leader:
             timings["time/step"] = time.perf_counter() - started
-            writer.write(step, result.metrics | timings)
+            writer.write(step, result.metrics | timings | saver.metrics)
             report(step, recipe.steps, result, timings["time/step"])
             clean_up(run, core, receiver, step)
         if request == Requests.STOP and step < recipe.steps:

@@ -8,16 +8,21 @@
 The writing thread of each rank meets its peers in a gloo group of its own, so that nothing it does can be taken for a
 collective of training. One checkpoint is on its way at most: the next save waits for it. The folder is written under
 another name, made durable, renamed and then marked: a process killed at any moment leaves no half checkpoint behind.
+
+What goes wrong on one rank goes wrong on all. A save beside training that failed is tried once more, at the next step
+(`control.read_requests`): a full disk should be known, and may be mended, long before the next save is due.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +34,15 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from primerl_hpc.common.errors import PrimerlError, RoleError
+from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.files import fsync_dir, write_json
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.trainer.checkpoint import SIDE, STATE, checkpoint_state, checkpoint_tensors
+from primerl_hpc.trainer.checkpoint import SIDE, STATE, cause_of, checkpoint_state, checkpoint_tensors
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.parallel.mesh import local
+from primerl_hpc.trainer.setup import from_leader
 from primerl_hpc.trainer.shards import write_safetensors
+from primerl_hpc.transport.weights_filesystem import WeightWriter
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -47,7 +54,9 @@ class Saver:
         self._group = dist.new_group(backend="gloo") if self.config.asynchronous else None
         self._copies: dict[str, Tensor] = {}  # host memory, used again by every save
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None
+        self._fault: RoleError | None = None
+        self._is_second_try = False
+        self._num_failed = 0
 
     def __enter__(self) -> Saver:
         return self
@@ -56,9 +65,21 @@ class Saver:
         if kind is None:
             self.finish()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save failed beside training, as far as this rank knows by now."""
+        return self._fault is not None
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """How many saves of this life failed beside training, once one has."""
+        return {"checkpoint/failed": self._num_failed} if self._num_failed else {}
+
     def save(self, step: int, progress: dict[str, Any] | None = None, *, in_background: bool = True) -> None:
-        """Collective. Raises RoleError when an earlier save that was on its way failed."""
-        self.finish()
+        """Collective. Raises RoleError when it fails, or when the last two that were on their way did."""
+        if self.wait() and self._is_second_try:
+            self.finish()
+        self._is_second_try, self._fault = self.has_failed, None
         state = checkpoint_state(self.core, step, progress)
         tensors = checkpoint_tensors(self.core)
         if self._group is None or not in_background:
@@ -72,14 +93,16 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until nothing is on its way. Raises RoleError when it failed."""
+        if self.wait() and (fault := self._fault) is not None:
+            self._fault = None
+            raise fault
+
+    def wait(self) -> bool:
+        """Until nothing is on its way. Whether it failed: the same on all ranks."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if (fault := self._fault) is not None:
-            self._fault = None
-            if isinstance(fault, PrimerlError):
-                raise fault
-            raise RoleError(f"the checkpoint was not written: {fault}") from fault
+        return self.has_failed
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in host memory."""
@@ -105,25 +128,51 @@ class Saver:
             log.info(
                 "checkpoint %d is written, in %.1f s beside training", step, time.perf_counter() - started
             )
-        except BaseException as error:  # noqa: BLE001 told to the training thread by the next save or finish
+        except RoleError as error:
+            if self.core.world.is_leader:
+                log.error("%s", error)
+            self._num_failed += 1
             self._fault = error
 
     def _write(self, step: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Raises RoleError on all ranks when it fails on any; what was written so far is gone then."""
         side = self.run.checkpoint_side(step, SIDE)
         temporary = side.with_name(f"{SIDE}.tmp")
-        if self.core.world.is_leader:
+        writer = ShardWriter(temporary)
+
+        def make_folder() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(side, ignore_errors=True)
             temporary.mkdir(parents=True)
-        dist.barrier(self._group)
-        dcp.save(tensors, storage_writer=ShardWriter(temporary), process_group=self._group)
-        if self.core.world.is_leader:
-            write_json(temporary / STATE, state)
+
+        def finish_folder() -> None:
+            write_json(temporary / STATE, state | {"shards": writer.written})
             fsync_dir(temporary)
             os.rename(temporary, side)
             fsync_dir(side.parent)
             self.run.finish_checkpoint_side(step, SIDE, self.sides)
-        dist.barrier(self._group)
+
+        try:
+            self._as_leader(make_folder)
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            self._as_leader(finish_folder)
+        except (Exception, dcp.api.CheckpointException) as error:
+            if self.core.world.is_leader:  # space for the next try
+                shutil.rmtree(temporary, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    side.parent.rmdir()
+            raise RoleError(f"checkpoint {step} was not written: {cause_of(error)}") from error
+
+    def _as_leader(self, work: Callable[[], None]) -> None:
+        """Rank 0 does it, and all ranks hear of its fault. Collective."""
+        fault = ""
+        if self.core.world.is_leader:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 told below, here and on all ranks
+                fault = cause_of(error)
+        if fault := from_leader(fault, self._group):
+            raise RoleError(fault)
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -132,8 +181,11 @@ class ShardWriter(HuggingFaceStorageWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
+        self.written: list[dict[str, Any]] = []
+        """Name, size and CRC-32 of all ranks' files; on rank 0, once they are written."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
+        entries = []
         shards = {}
         offsets = {}
         for item in plan.items:
@@ -143,7 +195,12 @@ class ShardWriter(HuggingFaceStorageWriter):
             path = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
             # the keys that torch's reader looks for: where in the whole tensor each shard lies
             header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-            write_safetensors(path, shards, header)
+            crc32 = write_safetensors(path, shards, header, with_crc32=True)
+            entries.append(WeightWriter.entry(path, crc32))
         done: Future[list] = Future()
-        done.set_result([])
+        done.set_result(entries)
         return done
+
+    def finish(self, metadata: dcp.Metadata, results: list[list]) -> None:
+        """On rank 0, with what `write_data` gave on each rank."""
+        self.written = sorted((entry for each in results for entry in each), key=lambda entry: entry["name"])

@@ -49,10 +49,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(value)
 
 
-def from_leader(value: Any) -> Any:
-    """Rank 0's ``value`` (any small object) on all ranks."""
+def from_leader(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's ``value`` (any small object) on all ranks; ``group``: of all ranks too."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 

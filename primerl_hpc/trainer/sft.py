@@ -103,17 +103,17 @@ def train_steps(
         if recipe.weights.interval and step % recipe.weights.interval == 0:
             watchdog.beat(f"step {step}, writing its weights")
             publish(run, core, step)  # before its checkpoint: a life that begins there does not write them
-        request = read_requests(run, world)
+        request = read_requests(run, world, has_failed=saver.has_failed)
         if request != Requests.NONE or is_due(recipe.checkpoint, step, recipe.steps):
             watchdog.beat(f"step {step}, saving")
             save_started = time.perf_counter()
-            saver.save(step, {"position": stream.position}, in_background=request == Requests.NONE)
+            saver.save(step, {"position": stream.position}, in_background=request.can_wait)
             metrics["time/save_ckpt"] = time.perf_counter() - save_started
             if request == Requests.CHECKPOINT:
                 grant_checkpoint(run, world)
         if world.is_leader:
             prune_checkpoints(run, recipe.checkpoint)
-        reporter.write(step, metrics | {"time/step": time.perf_counter() - started})
+        reporter.write(step, metrics | saver.metrics | {"time/step": time.perf_counter() - started})
         if request == Requests.STOP and step < recipe.steps:
             return "stopped", step
     return "done", recipe.steps

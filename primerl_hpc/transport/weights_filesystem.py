@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,24 +214,34 @@ class FilesystemWeightReader:
         return lease_path(self.weights / f"step_{version}", reader)
 
     def _check(self, folder: Path) -> None:
-        deadline = time.monotonic() + self.lag_s
-        while fault := manifest_fault(folder):
-            if time.monotonic() >= deadline:
-                raise DataError(f"{STABLE} is there, but {fault}", place=str(folder))
-            time.sleep(POLL_S)
+        if fault := wait_while(lambda: manifest_fault(folder), self.lag_s):
+            raise DataError(f"{STABLE} is there, but {fault}", place=str(folder))
 
 
 def manifest_fault(folder: Path) -> str:
     """What keeps ``folder`` from being what its manifest says; empty when nothing does."""
     if not is_there(folder / MANIFEST):
         return f"{MANIFEST} is missing"
-    for entry in read_json(folder / MANIFEST)["files"]:
+    return files_fault(folder, read_json(folder / MANIFEST)["files"], "its manifest")
+
+
+def files_fault(folder: Path, entries: list[dict[str, Any]], list_name: str) -> str:
+    """The first of the listed files that is missing or of another size; empty when none is."""
+    for entry in entries:
         path = folder / entry["name"]
         if not is_there(path):
             return f"{path.name} is missing"
         if (size := path.stat().st_size) != entry["size_bytes"]:
-            return f"{path.name} has {size} bytes, its manifest says {entry['size_bytes']}"
+            return f"{path.name} has {size} bytes, {list_name} says {entry['size_bytes']}"
     return ""
+
+
+def wait_while(fault: Callable[[], str], lag_s: float) -> str:
+    """The fault that is still there when a lagging filesystem has had its time; empty once there is none."""
+    deadline = time.monotonic() + lag_s
+    while (found := fault()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return found
 
 
 def verify_checksums(folder: Path) -> None:

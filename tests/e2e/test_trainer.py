@@ -388,6 +388,21 @@ def test_a_version_to_keep_is_there_before_the_checkpoint_of_its_step(tiny, one_
     assert list(run.stable_weights()) == [1]
 
 
+def test_a_save_that_failed_beside_training_is_made_up_for_at_a_following_step(tiny, one_rank, tmp_path):
+    recipe = sft_recipe(tiny, max_steps=39, checkpoint={"interval": 20, "at_end": False})
+    del recipe["sft"]["validation"]
+    process = process_plan(Role.SFT, accelerators=1)
+    plan = make_plan(tmp_path, recipe, processes=[process], model_path=tiny / "model")
+    run = RunDir(tmp_path)
+    write_text(run.checkpoint(20), "not a folder")
+    watchdog = Watchdog(run, "sft-0", rank=0, size=1, timeout_s=600)
+    assert train_sft(plan.phases[0], run, one_rank, watchdog) == ("done", 39)
+    watchdog.rest()
+    (saved,) = run.complete_checkpoints()
+    assert 20 < saved < 40
+    assert read_steps(run.metrics("sft"))[39]["checkpoint/failed"] == 1
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -498,11 +513,13 @@ def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny
     finished_sft(tmp_path, long_sft(tiny, max_steps=3, checkpoint=checkpoint), tiny, ranks=2)
     assert run.latest_checkpoint() == 3
     shard = min(run.checkpoint_side(3, "trainer").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-100])
+    *data, last = shard.read_bytes()
+    shard.write_bytes(bytes([*data, last ^ 1]))
     make_run(
         tmp_path, long_sft(tiny, max_steps=4, checkpoint=checkpoint), tiny / "model", ranks=1, role=Role.SFT
     )
     assert run_role(run, "main", "sft-0")[0] != 0
     error = read_json(run.control / "errors" / "sft-0.json")
     assert error["exit_code"] == ExitCode.DATA
-    assert f"{run.checkpoint_side(3, 'trainer')}: the checkpoint is damaged" in error["message"]
+    assert f"{run.checkpoint_side(3, 'trainer')}: the checkpoint is damaged: {shard.name}" in error["message"]
+    assert error["message"].endswith("to go on from checkpoint 2")

@@ -274,6 +274,15 @@ def test_a_running_run_that_stands_still_is_told_apart_from_one_that_moves(run: 
     assert "it is running; started again: inference-0 2 times" in text
 
 
+def test_of_a_running_run_that_could_not_save_it_is_said(run: RunDir) -> None:
+    write_json(run.supervisor_lock, {"host": "gpu-a", "pid": 1, "started": "1", "job": "17", "restart": "0"})
+    write_json(run.state, {"attempt": 2, "state": "running", "phase": "main", "updated": time.time()})
+    metrics = {"step": 24, "time": time.time(), "attempt": 2, "time/step": 30.0, "checkpoint/failed": 1}
+    append_json(run.metrics("trainer"), metrics)
+    _, text = look(run, row("17", "RUNNING", "None", "", "gpu-[a-c]"))
+    assert "saves that failed: 1, last checkpoint: 20" in " ".join(text.split())
+
+
 def test_a_done_a_stopped_and_a_never_submitted_run_have_no_fault(run: RunDir) -> None:
     then = time.time() - 3600
     write_json(run.state, {"attempt": 2, "state": "done", "phase": "main", "updated": then})
