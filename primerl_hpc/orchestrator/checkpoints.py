@@ -18,6 +18,7 @@ from typing import Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import crc32_of_file, is_there, read_json, read_json_or_none, write_json
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import COMPLETE, SIDE_DONE, RunDir
 from primerl_hpc.orchestrator.queue_file import read_queue, write_queue
 from primerl_hpc.orchestrator.scoring import ScoredGroup
@@ -41,6 +42,8 @@ class CheckpointFollower:
     trainer: str
     committed: int = 0
     save_seconds: float = 0.0  # of the last one
+    patience: Patience = field(default_factory=lambda: Patience("the checkpoints"))
+    _stop: Patience = field(default_factory=lambda: Patience("whether the run is to stop"))
     _snapshots: dict[int, tuple[dict[str, Any], Sequence[ScoredGroup]]] = field(default_factory=dict)
 
     def remember(self, step: int, state: dict[str, Any], queue: Sequence[ScoredGroup]) -> None:
@@ -53,9 +56,15 @@ class CheckpointFollower:
     def follow(self) -> list[int]:
         """Write our side of every checkpoint that has the trainer's and not ours; the steps that are complete now.
 
-        Slow where much is queued: for a thread, beside `remember`.
+        Slow where much is queued: for a thread, beside `remember`. What a filesystem that falters leaves undone is done by
+        the next call.
         """
-        written = []
+        written: list[int] = []
+        with self.patience:
+            self._follow(written)
+        return written
+
+    def _follow(self, written: list[int]) -> None:
         for step in self.run.list_steps(self.run.checkpoints, f"trainer/{SIDE_DONE}"):
             if step <= self.committed or step not in self._snapshots:
                 continue
@@ -75,19 +84,21 @@ class CheckpointFollower:
                 written.append(step)
                 logger.info("checkpoint step_%d is complete", step)
             self.committed = step
-        return written
 
     def stopped_at(self) -> int | None:
         """The step at which the trainer stopped because it was asked to; None while it has not."""
-        if not is_there(self.run.stop_request):
-            return None
-        outcome = read_json_or_none(self.run.outcome(self.trainer)) or {}
-        if outcome.get("outcome") != "stopped" or outcome.get("attempt", env.attempt()) != env.attempt():
-            return None
-        return int(outcome["step"])
+        with self._stop:
+            if not is_there(self.run.stop_request):
+                return None
+            outcome = read_json_or_none(self.run.outcome(self.trainer)) or {}
+            if outcome.get("outcome") == "stopped" and outcome.get("attempt", env.attempt()) == env.attempt():
+                return int(outcome["step"])
+        return None
 
     def is_complete(self, step: int) -> bool:
-        return step == 0 or is_there(self.run.checkpoint(step) / COMPLETE)
+        with self.patience:
+            return step == 0 or is_there(self.run.checkpoint(step) / COMPLETE)
+        return False
 
 
 def load_state(run: RunDir, step: int) -> dict[str, Any]:

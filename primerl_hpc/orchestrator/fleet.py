@@ -31,7 +31,8 @@ import httpx
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints, request_restart
+from primerl_hpc.common.patience import Patience
+from primerl_hpc.common.rundir import RunDir, read_endpoints, request_restart
 from primerl_hpc.orchestrator.groups import Groups
 from primerl_hpc.transport.weights import Announcement, Source, to_body
 
@@ -112,6 +113,8 @@ class Fleet:
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"}, timeout=request_timeout_s, trust_env=False
         )
+        self._members: dict[Role, dict[str, Engine]] = {}
+        self._patience = Patience("the engines")
         self._lock = asyncio.Lock()  # two updates of one engine at a time would pause it twice
 
     # -- who is there -------------------------------------------------------------------------------------------
@@ -120,11 +123,13 @@ class Fleet:
         return self.members(Role.INFERENCE) | self.members(Role.PREFILL)
 
     def members(self, role: Role = Role.INFERENCE) -> dict[str, Engine]:
-        """Published engines of a role by process name, as the files say now."""
-        return {
-            name: Engine(name, end["url"], end["attempt"], end["incarnation"])
-            for name, end in read_endpoints(self.run_dir, role.value).items()
-        }
+        """Published engines of a role by process name, as the files say now; as they said before, while they cannot be read."""
+        with self._patience:
+            self._members[role] = {
+                name: Engine(name, end["url"], end["attempt"], end["incarnation"])
+                for name, end in read_endpoints(self.run_dir, role.value).items()
+            }
+        return self._members.get(role, {})
 
     async def wait_ready(self, num: int, timeout_s: float, *, poll_s: float = 0.2) -> dict[str, int]:
         """Versions by process once ``num`` engines are published and answer.
@@ -285,11 +290,7 @@ class Fleet:
         await self._client.aclose()
 
     def _is_same(self, engine: Engine) -> bool:
-        end = read_endpoint(self.run_dir, engine.process)
-        return end is not None and (end["attempt"], end["incarnation"]) == (
-            engine.attempt,
-            engine.incarnation,
-        )
+        return self.policy().get(engine.process) == engine
 
     async def _state_or_none(self, engine: Engine) -> dict[str, Any] | None:
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from primerl_hpc.common.errors import ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
@@ -161,6 +162,7 @@ class Orchestrator:
         self.sender = FilesystemSender(run)
         self.metrics = MetricsWriter(run.metrics("orchestrator"))
         self.lag = LoopLag()
+        self._patience = Patience("the traces")
         self._last_ship = self._last_look = time.monotonic()
         self._closed_since: float | None = None
         self._closed_s = 0.0
@@ -358,7 +360,8 @@ class Orchestrator:
         if time.monotonic() - self._last_look < HOUSEKEEPING_S:
             return
         self._last_look = time.monotonic()
-        await asyncio.to_thread(self.driver.flush)
+        with self._patience:
+            await asyncio.to_thread(self.driver.flush)
         await asyncio.to_thread(self.driver.router.refresh)
         if self.distillation.teacher is not None:
             await asyncio.to_thread(self.distillation.teacher.refresh)
@@ -370,6 +373,8 @@ class Orchestrator:
         await self._following
         if not self.follower.is_complete(stopped_at):
             await asyncio.to_thread(self.follower.follow)  # the trainer's side appeared after the look above
+        if self.follower.patience.is_tried:
+            return  # saved by another look, when the filesystem answers
         raise StoppedOnRequest(f"stopped on request after step {stopped_at}, state saved")
 
     def _follow(self) -> None:

@@ -76,7 +76,10 @@ def effective_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, 
 
 def disk_metrics(folder: Path) -> dict[str, float]:
     """Of the filesystem that checkpoints and weights go to. Blocks while a network filesystem does not answer."""
-    total, _, free = shutil.disk_usage(folder)
+    try:
+        total, _, free = shutil.disk_usage(folder)
+    except OSError:  # it falters, and this is a number for people
+        return {}
     return {"system/ckpt_disk_free_gib": free / 2**30, "system/ckpt_disk_used_share": 1 - free / total}
 
 

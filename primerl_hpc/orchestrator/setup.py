@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, process_name
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
 from primerl_hpc.envs.tasks import agents_of, load_tasks
 from primerl_hpc.orchestrator.concurrency import Concurrency
@@ -41,10 +42,12 @@ class RouterAddress:
 
     run: RunDir
     url: str | None = None
+    _patience: Patience = field(default_factory=lambda: Patience("where the router is"))
 
     def refresh(self) -> str | None:
-        endpoint = read_endpoint(self.run, ROUTER)
-        self.url = endpoint["url"].rstrip("/") if endpoint else None
+        with self._patience:
+            endpoint = read_endpoint(self.run, ROUTER)
+            self.url = endpoint["url"].rstrip("/") if endpoint else None
         return self.url
 
 

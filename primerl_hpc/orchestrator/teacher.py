@@ -23,6 +23,7 @@ import numpy as np
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoints
 from primerl_hpc.orchestrator.prompt_logprobs import PromptLogprobs
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample
@@ -42,7 +43,7 @@ class TeacherClient:
         """Raises ConfigError when the variable that should hold the key is not set."""
         self.run, self.config = run, config
         self.urls = [config.base_url] if config.base_url else []
-        self._turn = itertools.count()
+        self._turn, self._patience = itertools.count(), Patience("where the teacher is")
         key = config.key() if config.base_url else ensure_api_key(run)
         self._scores = PromptLogprobs(
             config.model.name, key, timeout_s=config.timeout_s, max_concurrent=config.max_concurrent
@@ -51,7 +52,9 @@ class TeacherClient:
     def refresh(self) -> list[str]:
         """Look for the run's own engines; a restarted one may have another address."""
         if self.config.base_url is None:
-            self.urls = [f"{end['url']}/v1" for end in read_endpoints(self.run, Role.TEACHER.value).values()]
+            with self._patience:
+                endpoints = read_endpoints(self.run, Role.TEACHER.value).values()
+                self.urls = [f"{endpoint['url']}/v1" for endpoint in endpoints]
         return self.urls
 
     def next_url(self) -> str:

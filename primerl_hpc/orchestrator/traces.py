@@ -68,10 +68,14 @@ class TraceWriter:
         self._append({"env": env, "task": task, "version": version, "error": error})
 
     def flush(self) -> None:
-        """Append what was gathered, in one write."""
+        """Append what was gathered, in one write; what raises OSError is kept for the next call."""
         lines, self._lines = self._lines, []
-        if lines:
-            append_line(self.path, "\n".join(lines))
+        try:
+            if lines:
+                append_line(self.path, "\n".join(lines))
+        except OSError:
+            self._lines[:0] = lines
+            raise
 
     def _append(self, row: dict[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.leases import LEASE_REFRESH_S
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
 from primerl_hpc.transport.weights import Announcement, Source, WeightReader
@@ -81,8 +82,11 @@ class WeightWatcher:
 
     async def watch(self) -> None:
         next_reconcile = time.monotonic() + RECONCILE_S
+        patience = Patience("policy versions")
         while True:
-            newest = await asyncio.to_thread(self.reader.newest)
+            newest = None
+            with patience:
+                newest = await asyncio.to_thread(self.reader.newest)
             if newest is not None and newest > self.version:
                 async with self._renewing():
                     await self._update(newest)
