@@ -99,6 +99,8 @@ class RolloutDriver:
             traces.flush()
 
     def _group_of(self, outcome: Outcome) -> Group | None:
+        if outcome.fatal is not None:
+            raise outcome.fatal
         tally = self.tallies.setdefault((outcome.split, outcome.env), Tally())
         if outcome.rollout is not None:
             tally.succeeded += 1

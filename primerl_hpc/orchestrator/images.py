@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, trained_branches
 from primerl_hpc.recipe.model_schema import Model
 from primerl_hpc.transport.rollouts import Picture, PlacedPicture
@@ -106,6 +107,17 @@ def open_image(url: str) -> Any:
         return Image.open(io.BytesIO(b64decode(data, validate=True))).convert("RGB")
     except (binascii.Error, UnidentifiedImageError, OSError) as error:
         raise RolloutFailed("DamagedImage", str(error)) from error
+
+
+def refuse_images(episode: Episode[Any, Any, Any], environment: str, algorithm: str) -> None:
+    """For algorithms that do not take images: what they score or render anew would not be what was seen. Raises ConfigError."""
+    branches = [branch for trace in episode.traces if trace.agent.trainable for branch in trace.branches]
+    if any(image_urls(branch) for branch in branches):
+        raise ConfigError(
+            f"its rollouts show images, and algorithm {algorithm} knows text alone",
+            place=f"environment {environment}",
+            mend="train it by an algorithm of rewards, such as grpo",
+        )
 
 
 def image_spans(types: list[int]) -> list[tuple[int, int]]:

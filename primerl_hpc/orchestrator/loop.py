@@ -112,7 +112,9 @@ class Orchestrator:
             step=self.resumed + 1,
             version=self.resumed,
             frozen_envs=frozenset(
-                index for index, kind in enumerate(recipe.algorithm_types) if kind == "sft_distill"
+                index
+                for index, algorithm in enumerate(recipe.algorithms)
+                if algorithm.samples_from == "teacher"
             ),
             env_limits=env_limits(envs),
             env_rates=env_rates(envs),

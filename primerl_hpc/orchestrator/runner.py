@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator.dispatcher import Split, Start
 from primerl_hpc.orchestrator.distillation import Distillation
@@ -27,10 +28,9 @@ from primerl_hpc.orchestrator.env_client import (
     train_client,
 )
 from primerl_hpc.orchestrator.env_pool import EnvServerPool
-from primerl_hpc.orchestrator.images import ImageReader
+from primerl_hpc.orchestrator.images import ImageReader, refuse_images
 from primerl_hpc.orchestrator.teacher import add_samples
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, rollout_of
-from primerl_hpc.recipe.algorithm_schema import SFTDistill
 from primerl_hpc.recipe.rollout_schema import Environment, EvalEnvironment, Sampling
 from primerl_hpc.recipe.schema import Recipe
 
@@ -66,6 +66,7 @@ class Outcome:
     is_engine_fault: bool = (
         False  # nobody could have done it just then: worth another try, not the rollout's fault
     )
+    fatal: PrimerlError | None = None  # every rollout of this recipe would end so
 
 
 class RolloutRunner:
@@ -140,6 +141,10 @@ class RolloutRunner:
             self._failed(start, f"EnvServerDied: {error}", is_engine_fault=True)
         except (EnvServerError, TimeoutError) as error:
             self._failed(start, f"{type(error).__name__}: {error}")
+        except ConfigError as error:
+            self.outcomes.put_nowait(
+                Outcome(start.rollout_id, *self._where(start), None, str(error), fatal=error)
+            )
         else:
             rollout.last_version = self.live_version()
             rollout.seconds = time.monotonic() - started
@@ -156,7 +161,7 @@ class RolloutRunner:
         handle = self.envs[start.split][start.env]
         data = handle.tasks[start.task].data
         algorithm = self.recipe.algorithms[start.env] if start.split is Split.TRAIN else None
-        if isinstance(algorithm, SFTDistill):
+        if algorithm is not None and algorithm.samples_from == "teacher":
             return await self._rollout_of_teacher(handle, start)
         url = self.router_url()
         if url is None:
@@ -169,6 +174,8 @@ class RolloutRunner:
             self._sampling_config(start, sampling),
             timeout_s=handle.environment.timeout_s,
         )
+        if algorithm is not None and not algorithm.takes_images:
+            refuse_images(episode, handle.environment.label, algorithm.type)
         rollout = rollout_of(episode, temperature=sampling.temperature, need_tokens=self.external is None)
         if start.split is Split.TRAIN:
             await self.images.add_images(rollout, episode)
@@ -189,6 +196,7 @@ class RolloutRunner:
             external_sampling_config(handle.sampling(self.recipe.rollouts.sampling)),
             timeout_s=handle.environment.timeout_s,
         )
+        refuse_images(episode, handle.environment.label, self.recipe.algorithms[start.env].type)
         rollout = rollout_of(episode, temperature=1.0, need_tokens=False)
         add_samples(rollout, episode, self.distillation.renderer)
         return rollout

@@ -76,11 +76,11 @@ class Scorer:
             group.versions,
             advantages=np.asarray([each.mean() for each in advantages]),
             samples=[
-                [] if self._is_filtered(rollout) else self._train_samples(rollout, each, group.env)
+                [] if self._is_filtered(rollout, group.env) else self._train_samples(rollout, each, group.env)
                 for rollout, each in zip(rollouts, advantages, strict=True)
             ],
             num_failed=group.num_failed,
-            is_frozen=algorithm.config.type == "sft_distill",
+            is_frozen=algorithm.config.samples_from == "teacher",
         )
 
     def admits(self, scored: ScoredGroup) -> bool:
@@ -113,9 +113,14 @@ class Scorer:
         for algorithm, learnt in zip(self.algorithms, state, strict=True):
             algorithm.restore(learnt)
 
-    def _is_filtered(self, rollout: Rollout) -> bool:
+    def _is_filtered(self, rollout: Rollout, env: int) -> bool:
         self._num_rollouts += 1
-        found = [config for config, detects in self._filters if detects(rollout)]
+        is_ours = self.algorithms[env].config.samples_from == "policy"
+        found = [
+            config
+            for config, detects in self._filters
+            if (is_ours or not config.reads_logprobs) and detects(rollout)
+        ]
         self._detected.update({f"filters/{config.type}/detected" for config in found})
         return any(config.action == "enforce" for config in found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,49 +36,58 @@ LengthPenalty = Annotated[
 ]
 
 
-class GRPO(Block):
+class Method(Block):
+    """What the block of any algorithm says of it beside its settings."""
+
+    samples_from: ClassVar[Literal["policy", "teacher"]] = "policy"
+    """Whose replies are trained on. A teacher's never become stale, and how likely the policy finds them is not known."""
+    takes_images: ClassVar[bool] = True
+    """Whether rollouts may show images. Where a rollout is scored or rendered anew, only its text is."""
+
+
+class GRPO(Method):
     """A = r - mean(r) over the group, without division by the standard deviation."""
 
     type: Literal["grpo"] = "grpo"
     length_penalty: LengthPenalty | None = None
 
 
-class GRPOStd(Block):
+class GRPOStd(Method):
     """A = (r - mean(r)) / (std(r) + 1e-8) over the group."""
 
     type: Literal["grpo_std"] = "grpo_std"
     length_penalty: LengthPenalty | None = None
 
 
-class RLOO(Block):
+class RLOO(Method):
     """A = r - mean of the others' r."""
 
     type: Literal["rloo"] = "rloo"
     length_penalty: LengthPenalty | None = None
 
 
-class OPO(Block):
+class OPO(Method):
     """A = r - mean of r weighted by the number of sampled tokens."""
 
     type: Literal["opo"] = "opo"
     length_penalty: LengthPenalty | None = None
 
 
-class MaxRL(Block):
+class MaxRL(Method):
     """A = (r - mean(r)) / mean(r); nothing where mean(r) ≤ 0."""
 
     type: Literal["max_rl"] = "max_rl"
     length_penalty: LengthPenalty | None = None
 
 
-class RAE(Block):
+class RAE(Method):
     """Self-play: A = r - b with a moving baseline b for each agent, b ← decay b + (1 - decay) r; needs no group."""
 
     type: Literal["rae"] = "rae"
     decay: Fraction = 0.95
 
 
-class HierarchicalGRPO(Block):
+class HierarchicalGRPO(Method):
     """Several agents: some are compared inside one episode, the others with the same agent across the group."""
 
     type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
@@ -86,7 +95,7 @@ class HierarchicalGRPO(Block):
     """Agents that play several times in an episode and are compared there (the solvers of a proposer-solver game)."""
 
 
-class Echo(Block):
+class Echo(Method):
     """grpo on what the policy sampled, and a small cross-entropy on what the environment said to it."""
 
     type: Literal["echo"] = "echo"
@@ -97,15 +106,17 @@ class Echo(Block):
     length_penalty: LengthPenalty | None = None
 
 
-class OPD(Block):
+class OPD(Method):
     """On-policy distillation: the policy samples, the recipe's teacher scores every token, the loss is the reverse KL."""
 
+    takes_images: ClassVar[bool] = False
     type: Literal["opd"] = "opd"
 
 
-class OPSD(Block):
+class OPSD(Method):
     """On-policy self-distillation: as opd, but who scores is the live policy itself, shown a demonstration of the task."""
 
+    takes_images: ClassVar[bool] = False
     type: Literal["opsd"] = "opsd"
     demo_key: str = "demonstration"
     """Field of a task's data that holds its demonstration, e.g. ``answer``."""
@@ -115,13 +126,15 @@ class OPSD(Block):
     """What is put at the beginning of the system message, only where the policy scores."""
 
 
-class SFTDistill(Block):
+class SFTDistill(Method):
     """Hard distillation: the recipe's teacher samples, the policy is trained on its replies by cross-entropy."""
 
+    samples_from: ClassVar[Literal["policy", "teacher"]] = "teacher"
+    takes_images: ClassVar[bool] = False
     type: Literal["sft_distill"] = "sft_distill"
 
 
-class Custom(Block):
+class Custom(Method):
     """Advantages from a function of yours, called once per group."""
 
     type: Literal["custom"] = "custom"

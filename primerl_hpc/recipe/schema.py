@@ -112,7 +112,7 @@ class Recipe(Block):
             raise ValueError(f"kind {self.kind} needs max_steps")
         if self.kind == Kind.RL and not self.environments.train:
             raise ValueError("kind rl needs at least one environment under environments.train")
-        is_sampled = any(kind != "sft_distill" for kind in self.algorithm_types)  # there the teacher samples
+        is_sampled = any(algorithm.samples_from == "policy" for algorithm in self.algorithms)
         if self.kind == Kind.RL and is_sampled and self.rollouts.sampling.temperature == 0:
             raise ValueError(
                 "kind rl needs a rollouts.sampling.temperature above 0; an evaluation may have its own sampling"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -86,6 +86,8 @@ Gate = Annotated[RewardRange | AdvantageRange | CustomGate, Field(discriminator=
 
 
 class Filter(Block):
+    reads_logprobs: ClassVar[bool] = False
+    """Whether it judges by the policy's log-probabilities; then it passes over what the policy did not sample."""
     action: Literal["enforce", "observe"] = "enforce"
     """enforce: its rollouts are not trained on, though their rewards count among their siblings; observe: only counted."""
 
@@ -93,6 +95,7 @@ class Filter(Block):
 class Gibberish(Filter):
     """A rare token that the policy itself found less likely than chance: sampling has derailed."""
 
+    reads_logprobs: ClassVar[bool] = True
     type: Literal["gibberish"] = "gibberish"
     token_id_above: NonNegativeInt = 100_000
     """Tokens with larger ids are rare ones, as tokenizers number by frequency."""
@@ -103,6 +106,7 @@ class Gibberish(Filter):
 class Repetition(Filter):
     """A long run of tokens of which each was all but certain: the policy is in a loop."""
 
+    reads_logprobs: ClassVar[bool] = True
     type: Literal["repetition"] = "repetition"
     window: PositiveInt = 3000
     """So many sampled tokens in a row."""

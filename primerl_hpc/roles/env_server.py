@@ -77,7 +77,7 @@ def serve(role: RoleProcess) -> None:
 def _renders_for(recipe: Recipe) -> bool:
     """Whether rollouts are token ids; a model elsewhere, or a teacher that samples, is asked by messages."""
     is_elsewhere = recipe.evaluation is not None and recipe.evaluation.external is not None
-    return not is_elsewhere and "sft_distill" not in recipe.algorithm_types
+    return not is_elsewhere and all(algorithm.samples_from == "policy" for algorithm in recipe.algorithms)
 
 
 class _Publisher:

@@ -43,6 +43,7 @@ def cutter(*, algorithm=None, gates=(), **changes) -> BatchCutter:
             "environments": {
                 "train": [{"id": "reverse-text", "algorithm": algorithm or {}, "gates": list(gates)}]
             },
+            **({"teacher": {"model": {"name": "t"}}} if algorithm == {"type": "sft_distill"} else {}),
         }
     )
     return BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=32, num_ranks=2, env_names=["reverse-text"])
@@ -157,6 +158,19 @@ def test_a_filtered_rollout_is_not_trained_but_counts_among_its_siblings(action,
     assert cut.info.num_samples == shipped
     assert cut.groups[0].advantages.tolist() == [-0.5, 0.5]
     assert made.scorer.take_metrics() == {"filters/length/detected": 0.25}
+
+
+@pytest.mark.parametrize(("algorithm", "shipped"), [("grpo", 0), ("sft_distill", 4)])
+def test_what_a_teacher_said_is_no_repetition_of_the_policys(algorithm, shipped):
+    made = cutter(algorithm={"type": algorithm}, filters=[{"type": "repetition", "window": 3}])
+    scored = [made.add(group([0.0, 1.0])) for _ in range(2)]  # log-probabilities of 0
+    assert sum(len(each) for one in scored for each in one.samples) == shipped
+    assert made.scorer.take_metrics() == {"filters/repetition/detected": 0.0 if shipped else 1.0}
+
+
+def test_the_length_of_what_a_teacher_said_is_filtered():
+    made = cutter(algorithm={"type": "sft_distill"}, filters=[{"type": "length", "max_tokens": 2}])
+    assert made.add(group([0.0, 1.0])).samples == [[], []]
 
 
 def test_batch_without_any_signal_is_collected_anew_and_too_many_of_them_end_the_run():

@@ -9,21 +9,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from verifiers.v1.episode import WireEpisode
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch
-from verifiers.v1.types import AssistantMessage, SystemMessage, UserMessage
+from verifiers.v1.types import (
+    AssistantMessage,
+    ImageUrlContentPart,
+    ImageUrlSource,
+    SystemMessage,
+    UserMessage,
+)
 
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator.algorithms import make_algorithm
+from primerl_hpc.orchestrator.dispatcher import Split, Start
+from primerl_hpc.orchestrator.distillation import Distillation
+from primerl_hpc.orchestrator.driver import RolloutDriver
 from primerl_hpc.orchestrator.packing import pack
+from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
 from primerl_hpc.orchestrator.self_teacher import check_demonstrations, demonstrated_prompt
 from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.algorithm_schema import OPSD, Algorithm
 from primerl_hpc.recipe.schema import Recipe, Teacher
 from tests.api import Request, serve
+from tests.unit.test_trajectories import episode, prompt, reply, trace
 
 
 def sample(ref: float | None = None) -> Sample:
@@ -160,6 +172,52 @@ def test_a_demonstration_stands_at_the_beginning_of_the_system_message(system, e
         MessageNode(message=UserMessage(content="and?"), token_ids=[4], mask=[False]),
     ]
     assert demonstrated_prompt(Words(), Branch(index=0, nodes=nodes), "DEMO") == expected
+
+
+class Environment:
+    """A server of environments that plays what it is given."""
+
+    def __init__(self, played: WireEpisode) -> None:
+        self.played = played
+
+    async def run(self, *_: object, **__: object) -> WireEpisode:
+        return self.played
+
+    async def close(self) -> None:
+        pass
+
+
+async def outcome_of(run: RunDir, made: Recipe, played: WireEpisode) -> Outcome:
+    tasks = [EnvironmentTask("t", {"prompt": "look"})]
+    handle = EnvHandle(made.environments.train[0], Environment(played), tasks)
+    distillation = Distillation(run, made)
+    runner = RolloutRunner(
+        made,
+        {Split.TRAIN: [handle]},
+        live_version=lambda: 0,
+        router_url=lambda: "http://h",
+        distillation=distillation,
+    )
+    runner.start(Start(0, 0, Split.TRAIN, 0, 0, 0))
+    try:
+        return await runner.outcomes.get()
+    finally:
+        await runner.close()
+        await distillation.close()
+
+
+@pytest.mark.parametrize("kind", ["opd", "opsd", "sft_distill"])
+def test_images_end_a_run_that_would_train_on_their_placeholders(tmp_path, kind):
+    teacher = {} if kind == "opsd" else {"teacher": {"base_url": "http://h/v1", "model": {"name": "t"}}}
+    made = recipe(algorithm={"type": kind}, **teacher)
+    shown = prompt([1, 2])
+    source = ImageUrlSource(url="data:image/png;base64,AA==")
+    shown.message = UserMessage(content=[ImageUrlContentPart(image_url=source)])
+    played = episode(trace([shown, reply([9, 4], 0)]))
+    outcome = asyncio.run(outcome_of(RunDir(tmp_path), made, played))
+    driver = RolloutDriver(RunDir(tmp_path), made, None, None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"environment a: its rollouts show images, and algorithm {kind}"):
+        driver._group_of(outcome)
 
 
 # -- a teacher that answers as it is told ---------------------------------------------------------------------------------
