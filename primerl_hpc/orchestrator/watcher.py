@@ -58,6 +58,7 @@ class WeightWatcher:
         self.holder, self.version = holder, -1
         self.last_live = time.monotonic()
         self.update_seconds: list[float] = []
+        self.paused_seconds: list[float] = []  # of them, from the engines' pause to their resumption
         self._leased_at = 0.0
         self._opened = -1  # the version that was opened last
         self._source: Source = base_model or ""
@@ -71,13 +72,10 @@ class WeightWatcher:
         if self.base_model is None:
             await self._until_written(version)
         source = await self._open(version)
-        report = await self.fleet.reconcile(source, version)
-        while report.is_refused and not report.updated and self.reader.ask_for_whole():
+        while not await self._is_served(source, version, await self.fleet.reconcile(source, version)):
             self.reader.give_up(version)
             await self._until_written(version)
             source = await self._open(version)
-            report = await self.fleet.reconcile(source, version)
-        await self._until_served(source, version, report)
         self._live(source, version)
 
     async def watch(self) -> None:
@@ -108,22 +106,30 @@ class WeightWatcher:
 
     def take_metrics(self) -> dict[str, float]:
         seconds, self.update_seconds = self.update_seconds, []
-        return {"time/weight_update": max(seconds), "watcher/updates": len(seconds)} if seconds else {}
+        paused, self.paused_seconds = self.paused_seconds, []
+        if not seconds:
+            return {}
+        return {
+            "time/weight_update": max(seconds),
+            "time/engines_paused": max(paused),
+            "watcher/updates": len(seconds),
+        }
 
     async def _update(self, newest: int) -> None:
         version = self.next_version(self.version, newest)
         if version != newest and not await asyncio.to_thread(self.reader.has, version):
             version = newest  # the one in between was not kept
         self.on_pending(version)
-        start = time.monotonic()
-        source = await self._open(version)
-        report = await self.fleet.update(source, version)
-        while report.is_refused and not report.updated and self.reader.ask_for_whole():
-            version = await self._instead_of(version)
+        start, paused_s = time.monotonic(), 0.0
+        while True:
             source = await self._open(version)
             report = await self.fleet.update(source, version)
-        await self._until_served(source, version, report)
+            paused_s += report.seconds
+            if await self._is_served(source, version, report):
+                break
+            version = await self._instead_of(version)
         self.update_seconds.append(time.monotonic() - start)
+        self.paused_seconds.append(paused_s)
         logger.info("policy v%d is live (%.2f s)", version, self.update_seconds[-1])
         self._live(source, version)
 
@@ -142,10 +148,18 @@ class WeightWatcher:
             await asyncio.sleep(POLL_S)
         return newest
 
-    async def _until_served(self, source: Source, version: int, report: UpdateReport) -> None:
-        """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`."""
+    async def _is_served(self, source: Source, version: int, report: UpdateReport) -> bool:
+        """One engine is enough to go on; those that failed are being restarted and join by `_reconcile`.
+
+        False when none can come to ``version`` from ``source``, and the trainer was asked for a whole version. Raises
+        RoleError when none does.
+        """
         deadline = time.monotonic() + self.engines_timeout_s
         while not report.is_served:
+            # from a folder that others took, a restarted engine can still come; what was sent is gone
+            is_hopeless = not report.updated or isinstance(source, Announcement)
+            if report.is_refused and is_hopeless and self.reader.ask_for_whole():
+                return False
             if time.monotonic() >= deadline:
                 faults = "; ".join(report.failed.values()) or "none is there"
                 raise RoleError(
@@ -160,6 +174,7 @@ class WeightWatcher:
             logger.warning(
                 "%s is left behind at policy v%d and will be restarted: %s", process, version, fault
             )
+        return True
 
     async def _reconcile(self) -> None:
         """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""

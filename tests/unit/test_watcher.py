@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from primerl_hpc.common.rundir import RunDir
+import pytest
+
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.watcher import WeightWatcher
+from primerl_hpc.transport.weights import Announcement, WeightReader
+from primerl_hpc.transport.weights_broadcast import BroadcastWeightReader, announce
 from primerl_hpc.transport.weights_delta import DeltaWeightReader
 from tests.unit.test_fleet import serving
 from tests.unit.test_weights_delta import write_link, write_whole
 
 
-def watch(run: RunDir, fleet: Fleet, live: list[int]) -> WeightWatcher:
+def watch(
+    run: RunDir, fleet: Fleet, live: list[int], reader: Callable[[RunDir], WeightReader] = DeltaWeightReader
+) -> WeightWatcher:
     return WeightWatcher(
         run,
         fleet,
-        DeltaWeightReader(run),
+        reader(run),
         base_model="/base",
         engines_timeout_s=60,
         next_version=lambda _, newest: newest,
@@ -109,6 +116,44 @@ def test_what_engines_load_for_longer_than_a_lease_lasts_stays_leased(tmp_path: 
             finally:
                 may_end.set()
             await until(lambda: live == [0, 1])
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("fault", ["cannot be paused", "is away"])
+def test_a_broadcast_that_only_a_prefill_engine_received_is_asked_for_as_a_folder(
+    tmp_path: Path, fault: str
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "prefill-0") as (run, fleet, engines):
+            live: list[int] = []
+            watcher = watch(run, fleet, live, BroadcastWeightReader)
+            await watcher.load(0)
+            plain, pauses = engines[0].engine.pause_generation, []
+
+            async def fail_once(**how: object) -> None:
+                pauses.append(how)
+                if len(pauses) == 1:
+                    raise RuntimeError("no")
+                await plain(**how)
+
+            if fault == "is away":
+                run.endpoint("inference-0").unlink()
+            else:
+                engines[0].engine.pause_generation = fail_once
+            announce(run, Announcement(1, "127.0.0.1", 5, "a"), is_open=True)
+            task = asyncio.create_task(watcher.watch())
+            await until(lambda: engines[1].state.version == 1)
+            publish_endpoint(run, "inference-0", engines[0].url)
+            await until(run.full_weights_request.exists)
+            announce(run, Announcement(1, "127.0.0.1", 5, "a"), is_open=False)
+            write_whole(run, 1)
+            await until(lambda: live == [0, 1])
+            assert await fleet.versions() == {"inference-0": 1, "prefill-0": 1}
+            told = watcher.take_metrics()
+            assert 0 < told["time/engines_paused"] <= told["time/weight_update"]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
