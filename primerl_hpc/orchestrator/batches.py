@@ -11,7 +11,7 @@ A batch in which nothing has a signal is not a step: with ``drop`` it is thrown 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from primerl_hpc.common.errors import ExitCode, RoleError
@@ -47,6 +47,7 @@ class Tally:
     rejected_groups: int = 0  # turned away by a gate
     passed_over_rollouts: int = 0  # of groups replaced or turned away, or of a batch without a signal
     failed_groups: int = 0  # no rollout survived
+    lost_rollouts: Counter[int] = field(default_factory=Counter)  # of failed groups, by environment
 
 
 @dataclass
@@ -109,6 +110,7 @@ class BatchCutter:
         self._judge_errors(group.num_failed, group.size)
         if not group.results:
             self._tally.failed_groups += 1
+            self._tally.lost_rollouts[group.env] += group.num_failed
             return None
         scored = self.scorer.score(group)
         if not self.scorer.admits(scored):

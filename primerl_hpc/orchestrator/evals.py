@@ -14,9 +14,11 @@ from math import comb
 import numpy as np
 
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group
-from primerl_hpc.orchestrator.metrics import distribution, is_solved
+from primerl_hpc.orchestrator.metrics import distribution, is_solved, share
 from primerl_hpc.orchestrator.trajectories import Rollout
 from primerl_hpc.recipe.rollout_schema import Environments, EvalEnvironment
+
+OVERALL = "all"  # stands for an environment where a version is evaluated on every one of several
 
 
 def is_due(environment: EvalEnvironment, version: int, *, on_start: bool, last_version: int) -> bool:
@@ -36,8 +38,11 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
     return comb(c, k) / comb(n, k)
 
 
-def eval_metrics(label: str, samples: int, groups: list[Group]) -> dict[str, float]:
-    """Metrics of one environment's tasks; a failed rollout counts in ``errors`` and nowhere else."""
+def eval_metrics(label: str, samples: int | None, groups: list[Group]) -> dict[str, float]:
+    """Metrics of one environment's tasks; a failed rollout counts in ``errors`` and nowhere else.
+
+    ``samples`` None: of several environments that differ in it, so that avg@k, pass@k and pass^k mean nothing.
+    """
     rollouts: list[Rollout] = [rollout for group in groups for rollout in group.results]
     num_failed = sum(group.num_failed for group in groups)
     name = f"eval/{label}"
@@ -45,20 +50,25 @@ def eval_metrics(label: str, samples: int, groups: list[Group]) -> dict[str, flo
         f"{name}/tasks": len(groups),
         f"{name}/rollouts": len(rollouts),
         f"{name}/errors": num_failed,
+        f"{name}/errors/mean": num_failed / max(1, num_failed + len(rollouts)),
     }
     if not rollouts:
         return metrics
-    metrics |= distribution(f"{name}/reward", [rollout.reward for rollout in rollouts])
     metrics |= {
-        f"{name}/avg@{samples}": float(
-            np.mean(
-                [np.mean([rollout.reward for rollout in group.results]) for group in groups if group.results]
-            )
-        ),
-        f"{name}/completion_tokens/mean": float(np.mean([rollout.output_tokens for rollout in rollouts])),
-        f"{name}/turns/mean": float(np.mean([rollout.num_turns for rollout in rollouts])),
-        f"{name}/truncated/mean": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        **distribution(f"{name}/reward", [rollout.reward for rollout in rollouts]),
+        **distribution(f"{name}/completion_tokens", [rollout.output_tokens for rollout in rollouts]),
+        **distribution(f"{name}/prompt_tokens", [rollout.input_tokens for rollout in rollouts]),
+        **distribution(f"{name}/turns", [rollout.num_turns for rollout in rollouts]),
+        # a model that is served elsewhere gives no tokens, so its branches are not known
+        **distribution(f"{name}/branches", [len(each.samples) for each in rollouts if each.samples]),
+        **share(f"{name}/truncated", [rollout.is_truncated for rollout in rollouts]),
     }
+    return metrics if samples is None else metrics | _solved(name, samples, groups)
+
+
+def _solved(name: str, samples: int, groups: list[Group]) -> dict[str, float]:
+    means = [np.mean([rollout.reward for rollout in group.results]) for group in groups if group.results]
+    metrics = {f"{name}/avg@{samples}": float(np.mean(means))}
     counts = [(len(g.results), sum(is_solved(rollout.reward) for rollout in g.results)) for g in groups]
     k = 1
     while k <= samples:
@@ -137,6 +147,10 @@ class Evaluator:
             return None
         self.num_open -= 1
         every = [group for groups in evaluation.groups.values() for group in groups]
+        labels = {environment.label for environment in self.environments.eval}
+        if len(evaluation.groups) == len(labels) > 1 and OVERALL not in labels:
+            depths = {environment.samples for environment in self.environments.eval}
+            evaluation.metrics |= eval_metrics(OVERALL, depths.pop() if len(depths) == 1 else None, every)
         started = [version for group in every for version in group.versions]
         ended = [rollout.last_version for group in every for rollout in group.results]
         if started:

@@ -332,7 +332,7 @@ class Orchestrator:
         metrics["time/save_ckpt"], self.follower.save_seconds = self.follower.save_seconds, 0.0
         metrics |= self.watcher.take_metrics() | self.lag.take() | self.engines.take_metrics()
         metrics |= self.cutter.scorer.take_metrics()
-        metrics |= {f"errors/{kind}": count for kind, count in self.driver.errors.items()}
+        metrics |= {f"failures/{kind}": count for kind, count in self.driver.errors.items()}
         metrics |= {f"progress/{name}": value for name, value in self.state.totals.items()}
         for environment, epoch in zip(self.recipe.environments.train, self.sampler.epochs(), strict=True):
             metrics[f"progress/{environment.label}/epoch"] = epoch

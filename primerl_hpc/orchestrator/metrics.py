@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from numpy.typing import ArrayLike
 from primerl_hpc.orchestrator.batches import Cut
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.scoring import ScoredGroup
-from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.orchestrator.trajectories import AgentTrace, Rollout
 
 
 def distribution(name: str, values: ArrayLike) -> dict[str, float]:
@@ -35,17 +36,25 @@ def distribution(name: str, values: ArrayLike) -> dict[str, float]:
     }
 
 
-def group_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, float]:
-    """Rewards, lengths, turns, branches, truncation and errors over the rollouts of ``groups``; ``suffix`` is ``/<env>``."""
+def share(name: str, flags: list[bool]) -> dict[str, float]:
+    """mean of ``flags``; nothing when there are none."""
+    return {f"{name}/mean": float(np.mean(flags))} if flags else {}
+
+
+def group_metrics(groups: list[ScoredGroup], suffix: str = "", num_lost: int = 0) -> dict[str, float]:
+    """Rewards, lengths, turns, branches, truncation and errors over the rollouts of ``groups``; ``suffix`` is ``/<env>``.
+
+    ``num_lost``: rollouts of groups that are not among them, because none of theirs survived.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    failed = sum(group.num_failed for group in groups)
+    failed = num_lost + sum(group.num_failed for group in groups)
     metrics = {
         **distribution(f"reward{suffix}", [rollout.reward for rollout in rollouts]),
         **distribution(f"completion_tokens{suffix}", [rollout.output_tokens for rollout in rollouts]),
         **distribution(f"prompt_tokens{suffix}", [rollout.input_tokens for rollout in rollouts]),
         **distribution(f"turns{suffix}", [rollout.num_turns for rollout in rollouts]),
         **distribution(f"branches{suffix}", [len(rollout.samples) for rollout in rollouts]),
-        f"truncated{suffix}/mean": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        **share(f"truncated{suffix}", [rollout.is_truncated for rollout in rollouts]),
         f"errors{suffix}/mean": failed / max(1, failed + len(rollouts)),
         **distribution(f"rollout_s{suffix}", [rollout.seconds for rollout in rollouts]),
         **solved_metrics(groups, suffix),
@@ -71,6 +80,8 @@ def effective_metrics(groups: list[ScoredGroup], suffix: str = "") -> dict[str, 
         **distribution(f"effective/reward{suffix}", [rollout.reward for rollout in rollouts]),
         **distribution(f"effective/completion_tokens{suffix}", [each.output_tokens for each in rollouts]),
         **distribution(f"effective/turns{suffix}", [rollout.num_turns for rollout in rollouts]),
+        **distribution(f"effective/branches{suffix}", [len(rollout.samples) for rollout in rollouts]),
+        **share(f"effective/truncated{suffix}", [rollout.is_truncated for rollout in rollouts]),
     }
 
 
@@ -84,12 +95,23 @@ def disk_metrics(folder: Path) -> dict[str, float]:
 
 
 def agent_metrics(rollouts: list[Rollout], suffix: str) -> dict[str, float]:
-    """``reward/<env>/<agent>/…`` where there are several agents."""
-    agents = {trace.agent for rollout in rollouts for trace in rollout.traces}
+    """``reward/<env>/<agent>/…``, ``turns/<env>/<agent>/…``, … where there are several agents."""
+    played: dict[str, list[tuple[AgentTrace, int]]] = {}
+    for rollout in rollouts:
+        branches = Counter(sample.trace for sample in rollout.samples)
+        for index, trace in enumerate(rollout.traces):
+            played.setdefault(trace.agent, []).append((trace, branches[index]))
     metrics: dict[str, float] = {}
-    for agent in sorted(agents) if len(agents) > 1 else ():
-        rewards = [trace.reward for rollout in rollouts for trace in rollout.traces if trace.agent == agent]
-        metrics |= distribution(f"reward{suffix}/{agent}", rewards)
+    for agent, traces in sorted(played.items()) if len(played) > 1 else ():
+        name = f"{suffix}/{agent}"
+        metrics |= {
+            **distribution(f"reward{name}", [trace.reward for trace, _ in traces]),
+            **distribution(f"completion_tokens{name}", [trace.output_tokens for trace, _ in traces]),
+            **distribution(f"prompt_tokens{name}", [trace.input_tokens for trace, _ in traces]),
+            **distribution(f"turns{name}", [trace.num_turns for trace, _ in traces]),
+            **distribution(f"branches{name}", [count for _, count in traces]),
+            **share(f"truncated{name}", [trace.is_truncated for trace, _ in traces]),
+        }
     return metrics
 
 
@@ -117,11 +139,14 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
     ages = [(step - 1) - version for group in cut.groups for version in group.versions]
     num_rollouts = len(ages)
     names = cut.info.env_names
-    metrics = group_metrics(cut.groups) | effective_metrics(cut.groups)
+    lost = cut.tally.lost_rollouts
+    metrics = group_metrics(cut.groups, num_lost=lost.total()) | effective_metrics(cut.groups)
     for env, name in enumerate(names):
         if own := [group for group in cut.groups if group.task.env == env]:
-            metrics |= group_metrics(own, f"/{name}") | effective_metrics(own, f"/{name}")
+            metrics |= group_metrics(own, f"/{name}", lost[env]) | effective_metrics(own, f"/{name}")
             metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
+        elif lost[env]:
+            metrics[f"errors/{name}/mean"] = 1.0
     metrics |= {
         "batch/rollouts": num_rollouts,
         "batch/samples": cut.info.num_samples,
@@ -179,4 +204,8 @@ class LoopLag:
         lags, self._lags = self._lags, []
         if not lags:
             return {}
-        return {"event_loop_lag/mean": float(np.mean(lags)), "event_loop_lag/max": float(max(lags))}
+        return {
+            "event_loop_lag/mean": float(np.mean(lags)),
+            "event_loop_lag/p99": float(np.percentile(lags, 99)),
+            "event_loop_lag/max": float(max(lags)),
+        }

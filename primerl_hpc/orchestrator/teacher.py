@@ -15,6 +15,7 @@ import itertools
 import logging
 import string
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -176,5 +177,14 @@ def add_samples(rollout: Rollout, episode: Episode[Any, Any, Any], renderer: Any
             )
     if not rollout.samples:
         raise RolloutFailed("EmptyTrajectory", "the teacher said nothing")
-    rollout.output_tokens = sum(int(sample.loss_mask.sum()) for sample in rollout.samples)
-    rollout.input_tokens = sum(sample.num_tokens for sample in rollout.samples) - rollout.output_tokens
+    rollout.traces = [
+        replace(trace, **_lengths([sample for sample in rollout.samples if sample.trace == index]))
+        for index, trace in enumerate(rollout.traces)
+    ]
+    rollout.output_tokens = sum(trace.output_tokens for trace in rollout.traces)
+    rollout.input_tokens = sum(trace.input_tokens for trace in rollout.traces)
+
+
+def _lengths(samples: list[Sample]) -> dict[str, int]:
+    output = sum(int(sample.loss_mask.sum()) for sample in samples)
+    return {"output_tokens": output, "input_tokens": sum(sample.num_tokens for sample in samples) - output}

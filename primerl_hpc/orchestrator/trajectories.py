@@ -12,7 +12,7 @@ A node that several paths share is trained in the first of them only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,10 @@ class AgentTrace:
 
     agent: str
     reward: float
+    output_tokens: int = 0
+    input_tokens: int = 0
+    num_turns: int = 0
+    is_truncated: bool = False
 
 
 @dataclass
@@ -88,7 +92,8 @@ class Rollout:
     input_tokens: int  # prompt and replies of the environment, each counted once
     num_turns: int
     is_truncated: bool
-    rewards: dict[str, float] = field(default_factory=dict)  # by the environment's own names, weighted
+    # by the environment's own names, weighted; like metrics the mean over the traces that have the name
+    rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     text: list[dict[str, str]] = field(default_factory=list)  # messages of the last path, for people
     last_version: int = 0  # policy version that was live when it finished
@@ -118,34 +123,42 @@ def rollout_of(episode: Episode[Any, Any, Any], *, temperature: float, need_toke
     if need_tokens and not samples:
         raise RolloutFailed("EmptyTrajectory", "no sampled token came back")
     _raise_without_reward(traces)
-    nodes = [node for trace in traces for node in trace.nodes]
-    output = sum(sum(node.mask) for node in nodes)
-    inputs = sum(len(node.token_ids) for node in nodes) - output
-    if not need_tokens:
-        output = sum(trace.num_output_tokens for trace in traces)
-        inputs = sum(trace.num_input_tokens for trace in traces)
+    played = [_played(trace, need_tokens) for trace in traces]
     return Rollout(
         reward=float(np.mean([trace.reward for trace in traces])),
         samples=samples,
-        output_tokens=output,
-        input_tokens=inputs,
-        num_turns=sum(trace.num_turns for trace in traces),
-        is_truncated=any(trace.is_truncated for trace in traces),
-        rewards={
-            name: reward.value
+        output_tokens=sum(each.output_tokens for each in played),
+        input_tokens=sum(each.input_tokens for each in played),
+        num_turns=sum(each.num_turns for each in played),
+        is_truncated=any(each.is_truncated for each in played),
+        rewards=_means(
+            (name, reward.value)
             for trace in traces
             for name, reward in trace.rewards.items()
             if reward is not None
-        },
-        metrics={
-            name: float(value)
-            for trace in traces
-            for name, value in trace.metrics.items()
-            if value is not None
-        },
+        ),
+        metrics=_means(
+            (name, value) for trace in traces for name, value in trace.metrics.items() if value is not None
+        ),
         text=[_plain(message) for message in traces[-1].messages],
-        traces=[AgentTrace(trace.agent.name, trace.reward) for trace in traces],
+        traces=played,
     )
+
+
+def _played(trace: Trace[Any, Any, Any], need_tokens: bool) -> AgentTrace:
+    output, inputs = trace.num_output_tokens, trace.num_input_tokens
+    if need_tokens:
+        output = sum(sum(node.mask) for node in trace.nodes)
+        inputs = sum(len(node.token_ids) for node in trace.nodes) - output
+    return AgentTrace(trace.agent.name, trace.reward, output, inputs, trace.num_turns, trace.is_truncated)
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Each name's mean over the traces that have it: one agent's must not hide another's."""
+    values: dict[str, list[float]] = {}
+    for name, value in named:
+        values.setdefault(name, []).append(float(value))
+    return {name: float(np.mean(each)) for name, each in values.items()}
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,11 @@ def test_row_comes_with_the_last_task_and_counts_failures_apart():
     assert metrics["eval/held-out/pass@2"] == 1.0  # of the one task with two rollouts
     assert metrics["eval/held-out/pass^2"] == 0.0
     assert metrics["eval/held-out/errors"] == 1
+    assert metrics["eval/held-out/errors/mean"] == 0.25
+    assert metrics["eval/held-out/turns/p90"] == metrics["eval/held-out/turns/max"] == 1
+    assert metrics["eval/held-out/completion_tokens/min"] == 3
+    assert "eval/held-out/branches/mean" not in metrics  # no tokens came back
+    assert "eval/all/rollouts" not in metrics
     assert metrics["eval/policy_version/max"] == 11
     assert made.num_open == 0
 
@@ -97,3 +102,40 @@ def test_all_rollouts_of_an_evaluation_failing_still_gives_a_row():
     version, metrics = made.add(engine.failed(start.rollout_id))
     assert (version, metrics["eval/held-out/errors"]) == (0, 1)
     assert "eval/held-out/avg@1" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"), [((2, 2), {"eval/all/pass@2", "eval/all/avg@2"}), ((2, 1), set())]
+)
+def test_several_environments_have_a_row_together_and_pass_at_k_where_k_is_one(samples, says):
+    environments = Environments(
+        eval=tuple(
+            EvalEnvironment(id="reverse-text", name=name, samples=each)
+            for name, each in zip("ab", samples, strict=True)
+        )
+    )
+    made, engine = Evaluator(environments, [1, 1], 10, set()), dispatcher()
+    made.open(10, engine)
+    done = None
+    for start in engine.next_starts(0):
+        given = rollout(float(start.env))
+        given.samples = [None] * (1 + start.env)  # type: ignore[list-item]
+        if (group := engine.finished(start.rollout_id, given)) is not None:
+            done = made.add(group)
+    _, metrics = done
+    share = samples[1] / sum(samples)
+    assert metrics["eval/all/reward/mean"] == pytest.approx(share)
+    assert metrics["eval/all/branches/mean"] == pytest.approx(1 + share)
+    assert metrics["eval/all/rollouts"] == sum(samples) and metrics["eval/all/tasks"] == 2
+    assert {name for name in metrics if name.startswith(("eval/all/pass@2", "eval/all/avg"))} == says
+
+
+def test_an_environment_that_was_evaluated_alone_is_not_all_of_them():
+    environments = Environments(
+        eval=(EvalEnvironment(id="a", interval=10), EvalEnvironment(id="b", interval=7)), eval_on_start=False
+    )
+    made, engine = Evaluator(environments, [1, 1], 99, set()), dispatcher()
+    made.open(10, engine)
+    done = [engine.finished(start.rollout_id, rollout(1.0)) for start in engine.next_starts(0)]
+    _, metrics = made.add(next(group for group in done if group))
+    assert "eval/a/reward/mean" in metrics and not any(name.startswith("eval/all/") for name in metrics)

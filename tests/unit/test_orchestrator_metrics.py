@@ -10,7 +10,13 @@ import pytest
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.orchestrator.batches import BatchCutter
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
-from primerl_hpc.orchestrator.metrics import batch_metrics, disk_metrics, effective_metrics, group_metrics
+from primerl_hpc.orchestrator.metrics import (
+    LoopLag,
+    batch_metrics,
+    disk_metrics,
+    effective_metrics,
+    group_metrics,
+)
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.scoring import Scorer
 from primerl_hpc.orchestrator.traces import TraceWriter
@@ -39,7 +45,10 @@ def rollout(reward: float, *, turns: int = 1, samples: int = 1) -> Rollout:
 
 def game(first: float) -> Rollout:
     made = rollout(0.0, turns=3, samples=2)
-    made.traces = [AgentTrace("first", first), AgentTrace("second", -first)]
+    made.traces = [
+        AgentTrace("first", first, output_tokens=3, input_tokens=1, num_turns=2, is_truncated=True),
+        AgentTrace("second", -first, output_tokens=1, input_tokens=1, num_turns=1),
+    ]
     made.samples[1].trace = 1
     return made
 
@@ -50,9 +59,8 @@ def group(env: int, rollouts: list[Rollout], *, version: int, failed: int = 0) -
     return made
 
 
-@pytest.fixture
-def metrics() -> dict[str, float]:
-    dispatcher = Dispatcher(
+def idle_dispatcher() -> Dispatcher:
+    return Dispatcher(
         next_task=lambda: TaskRef(0, 0),
         group_size=2,
         batch_size=4,
@@ -62,11 +70,17 @@ def metrics() -> dict[str, float]:
         step=4,
         version=3,
     )
+
+
+@pytest.fixture
+def metrics() -> dict[str, float]:
+    dispatcher = idle_dispatcher()
     dispatcher.next_starts(0)
     dispatcher.policy_live(5)
     cutter = BatchCutter(RECIPE.rollouts, Scorer(RECIPE), seq_len=16, num_ranks=1, env_names=["words", "nim"])
     cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=2, failed=1))
     cutter.add(group(1, [game(1.0), game(-1.0)], version=3))
+    cutter.add(group(1, [], version=3, failed=2))
     cutter.add(group(0, [rollout(1.0)], version=4))
     cut = cutter.take(4, 0)
     cutter.pack(cut)
@@ -85,7 +99,17 @@ def metrics() -> dict[str, float]:
         ("turns/nim/max", 3.0),
         ("branches/nim/mean", 2.0),
         ("truncated/nim/mean", 1.0),
+        ("completion_tokens/nim/first/mean", 3.0),
+        ("prompt_tokens/nim/second/max", 1.0),
+        ("turns/nim/first/p90", 2.0),
+        ("branches/nim/second/mean", 1.0),
+        ("truncated/nim/first/mean", 1.0),
+        ("truncated/nim/second/mean", 0.0),
         ("errors/words/mean", 1 / 3),
+        ("errors/nim/mean", 1 / 2),  # a whole group was lost
+        ("errors/mean", 3 / 7),
+        ("effective/branches/nim/mean", 2.0),
+        ("effective/truncated/words/mean", 0.0),
         ("solve_some/words", 1.0),
         ("solve_none/nim", 1.0),
         ("batch/nim/ratio", 0.5),
@@ -117,6 +141,22 @@ def test_rollouts_of_equal_reward_are_described_but_not_as_effective():
     groups = cutter.take(1, 0).groups
     assert group_metrics(groups)["reward/mean"] == 0.75
     assert effective_metrics(groups)["effective/reward/mean"] == 0.5
+
+
+def test_an_environment_that_lost_every_group_shows_its_errors():
+    cutter = BatchCutter(RECIPE.rollouts, Scorer(RECIPE), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    for _ in range(2):
+        cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+        cutter.add(group(1, [], version=0, failed=2))
+    told = batch_metrics(cutter.take(1, 0), idle_dispatcher())
+    assert told["errors/nim/mean"] == 1.0 and told["errors/words/mean"] == 0.0
+
+
+def test_the_event_loops_lag_has_a_tail():
+    lag = LoopLag()
+    lag._lags = [0.0] * 99 + [1.0]
+    told = lag.take()
+    assert told["event_loop_lag/mean"] < told["event_loop_lag/p99"] < told["event_loop_lag/max"] == 1.0
 
 
 def test_the_disk_that_fills_is_told(tmp_path):

@@ -9,7 +9,13 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Error, WireTrace
 from verifiers.v1.types import AssistantMessage, ToolMessage, UserMessage
 
-from primerl_hpc.orchestrator.trajectories import RolloutFailed, role_tokens, rollout_of, samples_of
+from primerl_hpc.orchestrator.trajectories import (
+    AgentTrace,
+    RolloutFailed,
+    role_tokens,
+    rollout_of,
+    samples_of,
+)
 
 TASK = {"type": "Task", "data": {"idx": 0, "prompt": "say it"}, "key": "k", "hash": "h"}
 AGENT = {"config": {"harness": {"id": "inproc-chat"}, "runtime": {"type": "subprocess"}}}
@@ -115,6 +121,22 @@ def test_samples_and_rewards_of_several_agents_are_told_apart():
     assert [(each.agent, each.reward) for each in found.traces] == [("proposer", 0.5), ("solver", 1.0)]
     assert [sample.trace for sample in found.samples] == [0, 1]
     assert found.reward == 0.75
+
+
+def test_what_agents_have_under_one_name_is_averaged_and_each_has_its_own_lengths():
+    seats = [{**AGENT, "name": name} for name in ("first", "second")]
+    long = [prompt([1, 2]), reply([9, 4], 0), prompt([5, 6], 1), reply([9, 7, 8], 2)]
+    short = [prompt([1]), reply([9, 4], 0)]
+    won = trace(long, reward=1.0, agent=seats[0], metrics={"stones": 4.0, "lead": 1.0})
+    lost = trace(short, reward=-1.0, agent=seats[1], metrics={"stones": 1.0})
+    found = rollout_of(episode(won, lost), temperature=1.0)
+    assert found.rewards == {"similarity": 0.0}
+    assert found.metrics == {"stones": 2.5, "lead": 1.0}
+    assert found.traces == [
+        AgentTrace("first", 1.0, output_tokens=3, input_tokens=6, num_turns=2),
+        AgentTrace("second", -1.0, output_tokens=1, input_tokens=2, num_turns=1),
+    ]
+    assert (found.output_tokens, found.input_tokens, found.num_turns) == (4, 8, 3)
 
 
 def test_first_token_is_never_trained():
