@@ -21,6 +21,7 @@ from primerl_hpc.orchestrator.scoring import ScoredGroup, Scorer
 from primerl_hpc.recipe.rollout_schema import Rollouts
 from primerl_hpc.transport.rollouts import StepInfo
 
+Window = deque[tuple[int, int]]
 ERROR_WINDOW_GROUPS = 100
 MIN_GROUPS_TO_JUDGE_ERRORS = 10
 
@@ -77,9 +78,8 @@ class BatchCutter:
         self._queue: deque[ScoredGroup] = deque()
         self._num_queued = 0
         self._swept_for: int | None = None  # nothing in the queue is too old for this version
-        self._window: deque[tuple[int, int]] = deque(
-            maxlen=ERROR_WINDOW_GROUPS
-        )  # (failed, all) of each group
+        # per environment, (failed, all) of each of its last groups
+        self._windows: list[Window] = [deque(maxlen=ERROR_WINDOW_GROUPS) for _ in env_names]
         self._tally = Tally()
         self._num_empty_in_a_row = self._passed_over_in_a_row = 0
 
@@ -92,13 +92,19 @@ class BatchCutter:
     def queue(self) -> list[ScoredGroup]:
         return list(self._queue)
 
-    def state(self) -> list[tuple[int, int]]:
-        """Beside the queue, what a cut leaves behind: failed and all rollouts of the last groups; JSON-able."""
-        return list(self._window)
+    def state(self) -> dict[str, list[tuple[int, int]]]:
+        """Beside the queue, what a cut leaves behind: by environment, failed and all rollouts of its last groups; JSON-able."""
+        return {name: list(window) for name, window in zip(self.env_names, self._windows, strict=True)}
 
-    def restore(self, state: list[tuple[int, int]], queue: list[ScoredGroup]) -> None:
-        """Go on from what `state` and `queue` gave; the queued rollouts are not scored again."""
-        self._window.extend((failed, size) for failed, size in state)
+    def restore(self, state: dict[str, list[tuple[int, int]]] | list, queue: list[ScoredGroup]) -> None:
+        """Go on from what `state` and `queue` gave; the queued rollouts are not scored again.
+
+        A list, as earlier versions wrote it, does not say of which environment its groups are.
+        """
+        if isinstance(state, list):
+            state = {}
+        for name, window in zip(self.env_names, self._windows, strict=True):
+            window.extend((failed, size) for failed, size in state.get(name, ()))
         for group in queue:
             self._enqueue(group)
 
@@ -107,7 +113,7 @@ class BatchCutter:
 
         Raises TooManyErrorsError, or NoSignalError when passing over leads nowhere.
         """
-        self._judge_errors(group.num_failed, group.size)
+        self._judge_errors(group)
         if not group.results:
             self._tally.failed_groups += 1
             self._tally.lost_rollouts[group.env] += group.num_failed
@@ -197,14 +203,17 @@ class BatchCutter:
         if self._passed_over_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
             self._give_up()
 
-    def _judge_errors(self, num_failed: int, size: int) -> None:
-        self._window.append((num_failed, size))
-        failed, total = (sum(column) for column in zip(*self._window, strict=True))
+    def _judge_errors(self, group: Group) -> None:
+        """Environment by environment: one of several that always fails is a small share of them all."""
+        window = self._windows[group.env]
+        window.append((group.num_failed, group.size))
+        failed, total = (sum(column) for column in zip(*window, strict=True))
         limit = self.rollouts.max_error_fraction
-        if len(self._window) >= MIN_GROUPS_TO_JUDGE_ERRORS and failed > limit * total:
+        if len(window) >= MIN_GROUPS_TO_JUDGE_ERRORS and failed > limit * total:
             raise TooManyErrorsError(
-                f"{failed} of the last {total} rollouts failed, more than rollouts.max_error_fraction {limit:g}",
-                mend="see the errors in the orchestrator's and the environment servers' logs",
+                f"{failed} of its last {total} rollouts failed, more than rollouts.max_error_fraction {limit:g}",
+                place=f"environment {self.env_names[group.env]}",
+                mend="see the errors in the orchestrator's and the environment server's logs",
             )
 
     def _give_up(self) -> None:

@@ -156,7 +156,7 @@ class Rollouts(Block):
     max_empty_batches: PositiveInt = 10
     """Stop after so many batches in a row without any signal, or so many batches' rollouts turned away in a row."""
     max_error_fraction: Fraction = 0.5
-    """Stop when more than this share of the last 100 groups' rollouts failed."""
+    """Stop when more than this share of the rollouts of an environment's last 100 groups failed."""
     sampling: Sampling = Sampling()
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -23,9 +25,9 @@ def rollout(reward: float) -> Rollout:
     return Rollout(reward, [sample], output_tokens=3, input_tokens=3, num_turns=1, is_truncated=False)
 
 
-def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int = 0) -> Group:
+def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int = 0, env: int = 0) -> Group:
     size = len(rewards) + failed
-    made = Group(task, Split.TRAIN, 0, task, size, to_start=0, retries_left=0)
+    made = Group(task, Split.TRAIN, env, task, size, to_start=0, retries_left=0)
     made.results = [rollout(reward) for reward in rewards]
     made.versions = [version] * len(rewards)
     made.num_failed = failed
@@ -222,3 +224,45 @@ def test_failed_rollouts_below_the_limit_are_borne():
     made = cutter(max_error_fraction=0.5)
     for _ in range(200):
         made.add(group([1.0], failed=1))
+
+
+def three_environments() -> BatchCutter:
+    names = ["good", "also-good", "broken"]
+    recipe = Recipe.model_validate(
+        {
+            "kind": "rl",
+            "name": "r",
+            "model": {"name": "m"},
+            "max_steps": 1,
+            "rollouts": {"batch_size": 4, "group_size": 2},
+            "environments": {"train": [{"id": "reverse-text", "name": name} for name in names]},
+        }
+    )
+    return BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=32, num_ranks=1, env_names=names)
+
+
+def add_round(made: BatchCutter) -> None:
+    for env in range(2):
+        made.add(group([0.0, 1.0], env=env))
+    made.add(group([], failed=2, env=2))
+
+
+def test_one_of_several_environments_that_always_fails_ends_the_run_by_its_name():
+    made = three_environments()
+    for _ in range(9):
+        add_round(made)
+    with pytest.raises(TooManyErrorsError, match="environment broken: 20 of its last 20 rollouts failed"):
+        add_round(made)
+
+
+def test_errors_of_an_environment_are_counted_on_across_a_resume():
+    first = three_environments()
+    for _ in range(9):
+        add_round(first)
+    second = three_environments()
+    second.restore(json.loads(json.dumps(first.state())), [])
+    with pytest.raises(TooManyErrorsError, match="environment broken"):
+        add_round(second)
+    third = three_environments()
+    third.restore([[2, 2]] * 100, [])  # as earlier versions wrote it
+    add_round(third)
