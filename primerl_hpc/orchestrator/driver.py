@@ -21,6 +21,8 @@ from primerl_hpc.orchestrator.rate import RateLimit
 from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
 from primerl_hpc.orchestrator.setup import ExternalAddress, RouterAddress
 from primerl_hpc.orchestrator.traces import TraceWriter
+from primerl_hpc.recipe.algorithm_schema import NEED_TEACHER
+from primerl_hpc.recipe.model_schema import FrozenModel
 from primerl_hpc.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
@@ -116,20 +118,20 @@ class RolloutDriver:
             env=outcome.env, task=outcome.task, version=outcome.version, error=outcome.error
         )
         if outcome.is_engine_fault:
-            self._pause(outcome.error)
+            self._pause(outcome)
         else:
             tally.failed, tally.last_error = tally.failed + 1, outcome.error
         return self.dispatcher.failed(outcome.rollout_id, is_fault=outcome.is_engine_fault)
 
-    def _pause(self, error: str) -> None:
+    def _pause(self, outcome: Outcome) -> None:
         now = time.monotonic()
         if self._faulty_since is None or now - self._last_fault_at > QUIET_S:
             self._pause_s, self._faulty_since = FIRST_PAUSE_S, now
         self._last_fault_at = now
         if now - self._faulty_since > self.recipe.timeouts.inference_ready_s:
             raise RoleError(
-                f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {error}",
-                mend="see logs/latest/inference/*.log",
+                f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {outcome.error}",
+                mend=where_to_look(self.recipe, outcome),
             )
         if now >= self._paused_until:
             self._paused_until = now + self._pause_s
@@ -157,6 +159,34 @@ class RolloutDriver:
         logger.info(
             "eval of policy v%d: %s (%.1f s)", version, scores or "no rollout succeeded", metrics["time/eval"]
         )
+
+
+def where_to_look(recipe: Recipe, outcome: Outcome) -> str:
+    """For people: at whoever did not answer, by the kind of the error."""
+    kind = outcome.error.split(":", 1)[0]
+    split = recipe.environments.train if outcome.split is Split.TRAIN else recipe.environments.eval
+    index, environment = next((i, each) for i, each in enumerate(split) if each.label == outcome.env)
+    algorithm = recipe.algorithms[index] if outcome.split is Split.TRAIN else None
+    if kind == "EnvServerDied":
+        log = f"see logs/latest/envs/{outcome.split.value}/{outcome.env}*"
+        return f"look whether {environment.address} answers" if environment.address else log
+    if kind == "NoJudge":
+        return _look_at(recipe.judge, "judge")
+    has_teacher = algorithm is not None and algorithm.type in NEED_TEACHER  # opsd asks the policy's engines
+    if has_teacher and (algorithm.samples_from == "teacher" or kind in ("NoTeacher", "TeacherError")):
+        return _look_at(recipe.teacher, "teacher")
+    if recipe.evaluation is not None and recipe.evaluation.external is not None:
+        return f"look whether {recipe.evaluation.external.base_url} answers"
+    return "see logs/latest/inference/*.log"
+
+
+def _look_at(frozen: FrozenModel | None, role: str) -> str:
+    """``frozen`` None: environments ask somebody of their own."""
+    if frozen is None:
+        return "see the environment server's log in logs/latest/envs"
+    if frozen.base_url is not None:
+        return f"look whether {frozen.base_url} answers"
+    return f"see logs/latest/{role}/*.log"
 
 
 def env_rates(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], RateLimit]:

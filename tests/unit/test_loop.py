@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,11 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator import driver as driver_module
 from primerl_hpc.orchestrator import loop as loop_module
 from primerl_hpc.orchestrator.dispatcher import Cancel, Group, Split
-from primerl_hpc.orchestrator.driver import RolloutDriver
+from primerl_hpc.orchestrator.driver import RolloutDriver, where_to_look
 from primerl_hpc.orchestrator.loop import Orchestrator
+from primerl_hpc.orchestrator.runner import Outcome
 from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.selection_schema import DifficultyPools
 
 
@@ -78,10 +81,20 @@ def test_the_end_too_waits_for_engines_that_load_the_last_version(clock: Clock) 
 
 def fail(tmp_path: Path, clock: Clock, at: list[float]) -> None:
     """Engine faults at these seconds, without a success."""
-    recipe = SimpleNamespace(timeouts=SimpleNamespace(inference_ready_s=1800))
-    made = RolloutDriver(RunDir(tmp_path), recipe, None, None, None, None)  # type: ignore[arg-type]
+    made = RolloutDriver(RunDir(tmp_path), recipe(), None, None, None, None)  # type: ignore[arg-type]
     for clock.now in at:
-        made._pause("EngineDied: gone")
+        made._pause(ended("EnvServerDied: gone"))
+
+
+def recipe(**more: Any) -> Recipe:
+    values = {"kind": "rl", "name": "r", "model": {"name": "m"}, "max_steps": 1}
+    environments = {"train": [{"id": "a"}], "eval": [{"id": "held-out"}]}
+    return Recipe.model_validate({**values, "environments": environments, **more})
+
+
+def ended(error: str, split: Split = Split.TRAIN) -> Outcome:
+    env = "a" if split is Split.TRAIN else "held-out"
+    return Outcome(0, split, env, "t", 0, None, error, is_engine_fault=True)
 
 
 def test_two_faults_with_quiet_between_are_no_streak(tmp_path: Path, clock: Clock) -> None:
@@ -90,8 +103,42 @@ def test_two_faults_with_quiet_between_are_no_streak(tmp_path: Path, clock: Cloc
 
 def test_faults_one_after_another_without_a_success_end_the_run(tmp_path: Path, clock: Clock) -> None:
     fail(tmp_path, clock, [60.0 * minute for minute in range(31)])
-    with pytest.raises(RoleError, match="no rollout succeeded for 1860 s"):
+    with pytest.raises(RoleError, match=r"no rollout succeeded for 1860 s.*see logs/latest/envs/train/a"):
         fail(tmp_path, clock, [60.0 * minute for minute in range(32)])
+
+
+OPD, DISTILLED = {"algorithm": {"type": "opd"}}, {"algorithm": {"type": "sft_distill"}}
+OWN, ELSEWHERE = {"model": {"name": "t"}}, {"model": {"name": "t"}, "base_url": "http://far/v1"}
+
+
+@pytest.mark.parametrize(
+    ("error", "more", "place"),
+    [
+        ("ProviderError: 503", {}, "logs/latest/inference/*.log"),
+        ("NoRouter: down", {}, "logs/latest/inference/*.log"),
+        ("EnvServerDied: gone", {}, "logs/latest/envs/train/a*"),
+        (
+            "EnvServerDied: gone",
+            {"environments": {"train": [{"id": "a", "address": "tcp://h:1"}]}},
+            "tcp://h:1",
+        ),
+        ("NoJudge: APITimeoutError", {"judge": OWN}, "logs/latest/judge/*.log"),
+        ("NoJudge: APITimeoutError", {"judge": ELSEWHERE}, "http://far/v1"),
+        ("NoJudge: APITimeoutError", {}, "the environment server's log"),
+        ("TeacherError: refused", {**OPD, "teacher": OWN}, "logs/latest/teacher/*.log"),
+        ("NoTeacher: down", {**OPD, "teacher": ELSEWHERE}, "http://far/v1"),
+        ("ProviderError: 503", {**OPD, "teacher": OWN}, "logs/latest/inference/*.log"),
+        ("ProviderError: 503", {**DISTILLED, "teacher": OWN}, "logs/latest/teacher/*.log"),
+        ("TeacherError: refused", {"algorithm": {"type": "opsd"}}, "logs/latest/inference/*.log"),
+    ],
+)
+def test_a_run_that_nobody_answers_names_the_log_of_who_was_away(error: str, more: dict, place: str) -> None:
+    assert place in where_to_look(recipe(**more), ended(error))
+
+
+def test_rollouts_of_an_evaluation_are_the_policys_also_where_a_teacher_samples_for_training() -> None:
+    made = where_to_look(recipe(**DISTILLED, teacher=OWN), ended("ProviderError: 503", Split.EVAL))
+    assert "inference" in made
 
 
 def test_tasks_whose_group_is_stale_or_has_no_survivor_are_missed() -> None:
