@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from math import comb
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,23 @@ class Evaluator:
         """``task_counts[e]``: tasks of eval environment e. ``evaluated``: versions that have their row already."""
         self.environments, self.task_counts = environments, task_counts
         self.last_version, self.evaluated = last_version, evaluated
-        self.num_open = 0
+        self.open_versions: set[int] = set()
+        self.missed: list[int] = []  # that an earlier life did not get done, ascending
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open_versions)
+
+    def state(self, live: int) -> dict[str, Any]:
+        """For a checkpoint, while version ``live`` is: what is not done yet; JSON-able."""
+        return {"open": sorted(self.open_versions), "live": live}
+
+    def restore(self, state: dict[str, Any], resumed: int) -> None:
+        """Find what was not done before version ``resumed``, which is evaluated when it is live again."""
+        begun_since = range(state["live"] + 1, resumed)
+        self.missed = [
+            version for version in sorted({*state["open"], *begun_since} - {resumed}) if self.due(version)
+        ]
 
     def due(self, version: int) -> list[int]:
         """Indices of eval environments to run at ``version``."""
@@ -129,7 +146,7 @@ class Evaluator:
             for task in range(self.task_counts[env]):
                 dispatcher.open_eval(env, task, self.environments.eval[env].samples, evaluation)
         self.evaluated.add(version)
-        self.num_open += 1
+        self.open_versions.add(version)
         return True
 
     def add(self, group: Group) -> tuple[int, dict[str, float]] | None:
@@ -145,7 +162,7 @@ class Evaluator:
             self.environment_done(evaluation, environment.label, own)
         if evaluation.num_open:
             return None
-        self.num_open -= 1
+        self.open_versions.remove(evaluation.version)
         every = [group for groups in evaluation.groups.values() for group in groups]
         labels = {environment.label for environment in self.environments.eval}
         if len(evaluation.groups) == len(labels) > 1 and OVERALL not in labels:

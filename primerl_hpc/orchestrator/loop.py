@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from primerl_hpc.common.errors import ExitCode, PrimerlError, TimeoutWaitingError
+from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.patience import Patience
@@ -159,7 +161,9 @@ class Orchestrator:
             stuck_after_s=recipe.timeouts.health_s,
             frozen=recipe.served_models,
         )
-        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN])
+        self.state = LoopState(
+            self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN], self.evaluator
+        )
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
         self.sender = FilesystemSender(run)
         self.metrics = MetricsWriter(run.metrics("orchestrator"))
@@ -173,23 +177,31 @@ class Orchestrator:
 
     # -- life ------------------------------------------------------------------------------------------------------
     async def run_to_end(self) -> None:
-        """The main loop beside the watcher; the first fault of any of them ends all."""
         await asyncio.to_thread(self.state.restore, self.run, self.resumed)
+        await self._evaluate_missed()
         await self.watcher.load(self.resumed)
-        main = asyncio.create_task(self._train_and_finish())
-        helpers = [
-            asyncio.create_task(each)
-            for each in (self.watcher.watch(), self.lag.watch(), self.engines.watch())
-        ]
-        try:
-            await asyncio.wait([main, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*helpers, main):
-                if task.done():
-                    task.result()
-        finally:
-            for task in (main, *helpers):
-                task.cancel()
-            await asyncio.gather(main, *helpers, return_exceptions=True)
+        await _beside(self._train_and_finish(), self.watcher.watch(), self.lag.watch(), self.engines.watch())
+
+    async def _evaluate_missed(self) -> None:
+        """What an earlier life began to evaluate and did not get done; its versions are never live again otherwise."""
+        while self.evaluator.missed:
+            version = self.evaluator.missed[0]
+            try:
+                await self.watcher.load_again(version)
+            except (DataError, FileNotFoundError):
+                logger.warning(
+                    "policy v%d was not evaluated to the end before the run stopped, and its weights are gone: it has no "
+                    "row in metrics/eval.jsonl; a larger weights.keep_last, or weights.interval, would have kept them",
+                    version,
+                )
+            else:
+                await _beside(self._until_evaluated(), self.watcher.hold(), self.engines.watch())
+            del self.evaluator.missed[0]
+
+    async def _until_evaluated(self) -> None:
+        while self.evaluator.num_open:
+            await self._collect()
+            await self._look_at_files()
 
     async def _train_and_finish(self) -> None:
         self._last_ship = time.monotonic()
@@ -208,9 +220,7 @@ class Orchestrator:
 
     async def _turn(self) -> None:
         """Start what may start, take in what ended, ship what is ready, look at the files."""
-        self.driver.dispatch(self.cutter.num_queued)
-        for group in await self.driver.next_groups():
-            self._score(group)
+        await self._collect()
         if self._shipping is not None and self._shipping.done():
             self._shipping.result()
             self._shipping = None
@@ -223,6 +233,11 @@ class Orchestrator:
             self._cut()
         await self._look_at_files()
         self._watch_gate()
+
+    async def _collect(self) -> None:
+        self.driver.dispatch(self.cutter.num_queued)
+        for group in await self.driver.next_groups():
+            self._score(group)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         """Raises TimeoutWaitingError when neither ``condition`` nor a new version came within timeouts.weights_s.
@@ -377,6 +392,15 @@ class Orchestrator:
             await asyncio.to_thread(self.follower.follow)  # the trainer's side appeared after the look above
         if self.follower.patience.is_tried:
             return  # saved by another look, when the filesystem answers
+        if unfinished := sorted({*self.evaluator.open_versions, *self.evaluator.missed}):
+            steps = ",".join(map(str, unfinished))
+            logger.warning(
+                "evaluations of policy versions %s are not done: they are when the run is resumed, or by "
+                "primerl-hpc eval %s --steps %s",
+                steps,
+                shlex.quote(str(self.run.root)),
+                steps,
+            )
         raise StoppedOnRequest(f"stopped on request after step {stopped_at}, state saved")
 
     def _follow(self) -> None:
@@ -385,6 +409,20 @@ class Orchestrator:
             self._following.result()
             self._following = None
         self._following = self._following or asyncio.create_task(asyncio.to_thread(self.follower.follow))
+
+
+async def _beside(main: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
+    """``main`` to its end, beside what goes on for ever; the first fault of any of them ends all."""
+    tasks = [asyncio.create_task(each) for each in (*others, main)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _mean_reward(cut: Cut) -> float:

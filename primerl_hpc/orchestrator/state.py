@@ -1,6 +1,6 @@
 """What a resumed orchestrator must know: taken right after a cut, put back before the first rollout.
 
-    state = LoopState(sampler, dispatcher, cutter, traces)
+    state = LoopState(sampler, dispatcher, cutter, traces, evaluator)
     follower.remember(step, state.take(), cutter.queue)
     state.restore(run, step)
 
@@ -19,6 +19,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter
 from primerl_hpc.orchestrator.checkpoints import load_queue, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
+from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.sampler import TaskSampler
 from primerl_hpc.orchestrator.traces import TraceWriter
 
@@ -33,6 +34,7 @@ class LoopState:
     dispatcher: Dispatcher
     cutter: BatchCutter
     traces: TraceWriter
+    evaluator: Evaluator
     totals: dict[str, int] = field(default_factory=lambda: {"rollouts": 0, "tokens": 0})
 
     def take(self) -> dict[str, Any]:
@@ -41,6 +43,7 @@ class LoopState:
             "sampler": self.sampler.state(self.dispatcher.unfinished_tasks()),
             "algorithms": self.cutter.scorer.state(),
             "cutter": self.cutter.state(),
+            "evaluations": self.evaluator.state(self.dispatcher.version),
             "next_group": self.dispatcher.next_group,
             "totals": dict(self.totals),
             "traces_bytes": self.traces.size_bytes,
@@ -66,6 +69,8 @@ class LoopState:
         if run.fork_note(step).exists():  # it may score and select otherwise than the run that these are of
             self.sampler.give_back([group.task for group in queue])
             queue = []
+        elif "evaluations" in state:  # earlier versions did not write it
+            self.evaluator.restore(state["evaluations"], step)
         self.cutter.restore(state["cutter"], queue)
         self.dispatcher.next_group = state["next_group"]
         self.totals.update(state["totals"])

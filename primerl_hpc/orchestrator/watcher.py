@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.errors import DataError, RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.leases import LEASE_REFRESH_S
 from primerl_hpc.common.patience import Patience
@@ -67,6 +67,13 @@ class WeightWatcher:
         """Bring all engines to ``version``, which is live then. Raises RoleError when no engine takes it."""
         async with self._renewing():
             await self._load(version)
+
+    async def load_again(self, version: int) -> None:
+        """`load` of an earlier version. Raises DataError or FileNotFoundError when it is not there any more."""
+        is_base = version == 0 and self.base_model is not None
+        if not is_base and not await asyncio.to_thread(self.reader.has, version):
+            raise DataError(f"there are no weights of policy version {version}")
+        await self.load(version)
 
     async def _load(self, version: int) -> None:
         if self.base_model is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,30 @@ from typing import Any
 import pytest
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.files import write_json, write_text
+from primerl_hpc.common.metrics import read_steps
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator import driver as driver_module
 from primerl_hpc.orchestrator import loop as loop_module
-from primerl_hpc.orchestrator.dispatcher import Cancel, Group, Split
+from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
+from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
 from primerl_hpc.orchestrator.driver import RolloutDriver, where_to_look
-from primerl_hpc.orchestrator.loop import Orchestrator
-from primerl_hpc.orchestrator.runner import Outcome
+from primerl_hpc.orchestrator.engines import EngineWatch
+from primerl_hpc.orchestrator.evals import Evaluator
+from primerl_hpc.orchestrator.loop import Orchestrator, StoppedOnRequest
+from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+from primerl_hpc.orchestrator.setup import RouterAddress
+from primerl_hpc.orchestrator.watcher import WeightWatcher
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.selection_schema import DifficultyPools
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
+from tests.unit.test_fleet import serving
+from tests.unit.test_teacher import Environment
+from tests.unit.test_trajectories import episode, prompt, reply, trace
+from tests.unit.test_weights_delta import write_whole
 
 
 class Clock:
@@ -88,7 +103,7 @@ def fail(tmp_path: Path, clock: Clock, at: list[float]) -> None:
 
 def recipe(**more: Any) -> Recipe:
     values = {"kind": "rl", "name": "r", "model": {"name": "m"}, "max_steps": 1}
-    environments = {"train": [{"id": "a"}], "eval": [{"id": "held-out"}]}
+    environments = {"train": [{"id": "a"}], "eval": [{"id": "held-out", "interval": 1}]}
     return Recipe.model_validate({**values, "environments": environments, **more})
 
 
@@ -170,3 +185,89 @@ def test_tasks_whose_group_is_stale_or_has_no_survivor_are_missed() -> None:
     asyncio.run(cut())
     assert [cancel.task for cancel in cancelled] == [TaskRef(0, stale.index)]
     assert sampler.curricula[0].metrics() == {"unseen": 2, "hard": 2, "normal": 0, "easy": 0}
+
+
+def test_evaluations_that_were_cut_off_are_done_at_their_own_version_before_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = recipe()
+    played = episode(trace([prompt([1, 2]), reply([9, 4], 0)]))
+    tasks = [EnvironmentTask(key, {"prompt": key}) for key in "ab"]
+    handle = EnvHandle(made.environments.eval[0], Environment(played), tasks)  # type: ignore[arg-type]
+
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (run, fleet, _):
+            envs = {Split.TRAIN: [], Split.EVAL: [handle]}
+            dispatcher = Dispatcher(
+                next_task=lambda: pytest.fail("the gate is closed"),
+                group_size=1,
+                batch_size=1,
+                max_in_flight=1,
+                max_off_policy_steps=1,
+                last_step=9,
+                step=4,
+                version=3,
+            )
+            evaluator = Evaluator(made.environments, [2], 9, set())
+            runner = RolloutRunner(
+                made, envs, live_version=lambda: dispatcher.version, router_url=lambda: "http://h"
+            )
+            driver = RolloutDriver(run, made, dispatcher, evaluator, runner, RouterAddress(run, "http://h"))
+            life = orchestrator(
+                evaluator=evaluator,
+                dispatcher=dispatcher,
+                driver=driver,
+                runner=runner,
+                cutter=SimpleNamespace(num_queued=0),
+                _last_look=math.inf,
+            )
+            life.watcher = WeightWatcher(
+                run,
+                fleet,
+                FilesystemWeightReader(run),
+                base_model="/base",
+                engines_timeout_s=60,
+                next_version=lambda _, newest: newest,
+                on_pending=life._on_pending,
+                on_live=life._on_live,
+            )
+            life.engines = EngineWatch(
+                fleet,
+                dispatcher,
+                None,
+                is_updating=lambda: False,
+                take_back=lambda count: None,
+                stuck_after_s=60,
+            )
+            write_whole(run, 1)
+            write_whole(run, 3)
+            evaluator.missed = [0, 1, 2]
+            await life._evaluate_missed()
+            rows = read_steps(run.metrics("eval"))
+            assert {version: row["eval/held-out/rollouts"] for version, row in rows.items()} == {0: 2, 1: 2}
+            assert [row["eval/policy_version/max"] for row in rows.values()] == [0, 1]
+            await runner.close()
+
+    asyncio.run(check())
+    assert "policy v2 was not evaluated to the end" in caplog.text
+
+
+def test_a_stop_names_the_evaluations_that_it_cuts_off_and_what_would_do_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir(tmp_path / "my run")
+    write_text(run.stop_request, "")
+    write_json(run.outcome("trainer-0"), {"outcome": "stopped", "step": 0})
+    made = orchestrator(
+        run=run,
+        driver=SimpleNamespace(flush=lambda: None, router=RouterAddress(run)),
+        distillation=SimpleNamespace(teacher=None),
+        evaluator=SimpleNamespace(open_versions={20}, missed=[10]),
+        follower=CheckpointFollower(run, "trainer-0"),
+        _patience=Patience("the traces"),
+        _last_look=-math.inf,
+        _following=None,
+    )
+    with pytest.raises(StoppedOnRequest):
+        asyncio.run(made._look_at_files())
+    assert f"primerl-hpc eval '{run.root}' --steps 10,20" in caplog.text

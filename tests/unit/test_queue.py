@@ -17,6 +17,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import QUEUE, SIDES, CheckpointFollower, load_queue, load_state
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
+from primerl_hpc.orchestrator.evals import Evaluator
 from primerl_hpc.orchestrator.queue_file import read_queue, write_queue
 from primerl_hpc.orchestrator.sampler import TaskSampler
 from primerl_hpc.orchestrator.scoring import Scorer
@@ -36,7 +37,10 @@ def make_recipe(algorithm: str = "grpo", **rollouts: Any) -> Recipe:
         "model": {"name": "m"},
         "max_steps": 20,
         "rollouts": {"batch_size": BATCH, "group_size": GROUP, "max_off_policy_steps": 4, **rollouts},
-        "environments": {"train": [{"id": "reverse-text", "curriculum": {"type": "difficulty_pools"}}]},
+        "environments": {
+            "train": [{"id": "reverse-text", "curriculum": {"type": "difficulty_pools"}}],
+            "eval": [{"id": "reverse-text", "name": "held-out", "interval": 2}],
+        },
         "algorithm": {"type": algorithm},
     }
     if algorithm in ("opd", "sft_distill"):
@@ -142,7 +146,8 @@ class Life:
             recipe.rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=["reverse-text"]
         )
         self.traces = TraceWriter(run.traces("train"))
-        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.traces)
+        self.evaluator = Evaluator(recipe.environments, [1], recipe.steps, set())
+        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.traces, self.evaluator)
         self.follower = CheckpointFollower(run, "trainer-0", resumed)
         self.in_flight: list = []
         self.batches: list[Cut] = []
@@ -274,6 +279,28 @@ def test_a_fork_begins_queued_tasks_anew(tmp_path):
     second = Life(run, recipe, resumed=2)
     assert second.cutter.num_queued == 0
     assert [second.sampler.next() for _ in queued] == queued
+
+
+def test_evaluations_that_were_open_at_a_checkpoint_are_missed_by_the_next_life(tmp_path):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    first = Life(run, recipe)
+    first.evaluator.open(0, first.dispatcher)
+    first.collect(2)
+    for version in (1, 2):
+        first.evaluator.open(version, first.dispatcher)
+    first.evaluator.open_versions.remove(0)  # done
+    first.collect(3)
+    first.save(5)
+    assert Life(run, recipe, resumed=5).evaluator.missed == [2]
+    write_json(run.fork_note(5), {"run": "other", "step": 5, "skip": []})
+    assert Life(run, recipe, resumed=5).evaluator.missed == []  # of another run
+
+
+def test_evaluations_that_began_after_the_cut_are_missed_and_those_with_a_row_are_not():
+    recipe = make_recipe()
+    evaluator = Evaluator(recipe.environments, [1], recipe.steps, evaluated={2})
+    evaluator.restore({"open": [2, 4], "live": 5}, 8)
+    assert evaluator.missed == [4, 6]  # v8 is evaluated when it is live
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "flipped"])
