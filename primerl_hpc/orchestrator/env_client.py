@@ -17,7 +17,8 @@ While the server is down ``run`` waits for its successor up to ``restart_timeout
 one. verifiers' own client never learns of a death (its runs stay pending for ever), so the endpoint file is watched
 here: it vanishes when the process ends, and a restarted server has another incarnation. One that is there and answers
 nobody for ``health_s`` (frozen, or stuck in an environment's code) is given up, and the supervisor is asked for its
-successor. A server that the recipe names by address publishes nothing; it is asked for its health alone.
+successor. A server that the recipe names by address publishes nothing: its connection is watched instead, and it is given
+up when that is lost, or when it answers nobody for as long.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from primerl_hpc.recipe.renderer import renderer_config
 from primerl_hpc.recipe.rollout_schema import Environment, Sampling
 
 if TYPE_CHECKING:  # verifiers takes seconds to import
+    import zmq.asyncio
     from verifiers.v1.configs.client import ClientConfig, EvalClientConfig, TrainClientConfig
     from verifiers.v1.episode import WireEpisode
     from verifiers.v1.serve import EnvClient
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 2.0
 _HEALTH_EVERY_S = 5.0
-_MISSED_HEALTHS = 3  # in a row, of a server by address, until it counts as gone
+_CANCEL_AGAIN_S = 1.0
 
 
 class EnvServerDied(RoleError):
@@ -87,6 +89,9 @@ class EnvServerClient:
         self._asked_at = self._next_ask = self._heard_at = 0.0
         self._identity: tuple[Any, ...] | None = None  # whom we are connected to
         self._client: EnvClient | None = None
+        self._losses: zmq.asyncio.Socket | None = (
+            None  # broken connections to it, where it is known by address alone
+        )
         self._up = asyncio.Event()
         self._running: set[asyncio.Timeout] = set()  # of rollouts at that server; all expire with it
         self._watcher: asyncio.Task[None] | None = None
@@ -156,7 +161,9 @@ class EnvServerClient:
         """Stop watching and give up what is running."""
         if self._watcher is not None:
             self._watcher.cancel()
-            await asyncio.wait({self._watcher})
+            # verifiers' close takes a cancellation that comes while it waits for that of its own
+            while (await asyncio.wait({self._watcher}, timeout=_CANCEL_AGAIN_S))[1]:
+                self._watcher.cancel()
             self._watcher = None
         await self._disconnect()
 
@@ -197,11 +204,13 @@ class EnvServerClient:
             await self._disconnect()
             if endpoint is not None:
                 await self._connect(identity, endpoint["url"])
-        elif endpoint is not None:
-            await self._ask_health(endpoint["incarnation"])
+        elif endpoint is not None and await self._is_silent():
+            reason = f"answered nobody for {self.health_s:.0f} s"
+            request_restart(self.run_dir, self.process, endpoint["incarnation"], reason)
+            await self._disconnect()
 
-    async def _ask_health(self, incarnation: int) -> None:
-        """One question at a time, now and then; who neither answers it nor ends a rollout meanwhile is given up."""
+    async def _is_silent(self) -> bool:
+        """One question at a time, now and then: whether its time is up, and nobody heard an answer or the end of a rollout."""
         assert self._client is not None
         now = time.monotonic()
         if self._asking is None:
@@ -209,24 +218,30 @@ class EnvServerClient:
                 self._asked_at = now
                 self._asking = asyncio.create_task(_is_well(self._client, self.health_s))
         elif self._asking.done():
-            is_alive = self._asking.result() or self._heard_at > self._asked_at
-            if not is_alive:
-                reason = f"answered nobody for {self.health_s:.0f} s"
-                request_restart(self.run_dir, self.process, incarnation, reason)
-                await self._disconnect()
+            if not self._asking.result() and self._heard_at <= self._asked_at:
+                return True
             self._asking, self._next_ask = None, now + _HEALTH_EVERY_S
+        return False
 
     async def _watch_address(self, address: str) -> None:
-        missed = 0
         while True:
             if self._client is None:
-                missed = 0
                 await self._connect((address,), address)
-            elif await _is_well(self._client, _HEALTH_TIMEOUT_S):
-                missed = 0
-            elif (missed := missed + 1) >= _MISSED_HEALTHS:
+            if self._client is not None and (await self._is_lost() or await self._is_silent()):
                 await self._disconnect()
             await asyncio.sleep(self.poll_s)
+
+    async def _is_lost(self) -> bool:
+        """Whether the connection broke since this was first asked of it.
+
+        ZeroMQ connects anew by itself, to a successor as well, which knows nothing of its predecessor's rollouts.
+        """
+        import zmq
+
+        assert self._client is not None
+        if self._losses is None:
+            self._losses = self._client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return bool(await self._losses.poll(0))
 
     async def _connect(self, identity: tuple[Any, ...], url: str) -> None:
         """A fresh socket, so that nothing meant for a predecessor is in it; tried again until the server answers."""
@@ -260,6 +275,10 @@ class EnvServerClient:
                 limit.reschedule(now)
         while self._running:  # they cancel theirs before the socket closes under them
             await asyncio.sleep(0)
+        if self._losses is not None:  # while it is open, its context would not end
+            client.socket.disable_monitor()
+            self._losses.close()
+            self._losses = None
         await client.close()
 
 

@@ -1,20 +1,31 @@
-"""Who watches for an environment server or a judge looks again after a filesystem's fault, and says it once."""
+"""Who watches for an environment server or a judge: faults of the filesystem, servers that are silent, lost and known by address."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
+import zmq
+import zmq.asyncio
 
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.envs import judges
 from primerl_hpc.orchestrator import env_client
-from primerl_hpc.orchestrator.env_client import EnvServerClient, EnvServerDied
-from primerl_hpc.recipe.rollout_schema import Environment
+from primerl_hpc.orchestrator.env_client import (
+    EnvServerClient,
+    EnvServerDied,
+    EnvServerError,
+    external_client,
+    external_sampling_config,
+)
+from primerl_hpc.recipe.evaluation_schema import External
+from primerl_hpc.recipe.rollout_schema import Environment, Sampling
 
 
 def stale() -> OSError:
@@ -95,6 +106,122 @@ def test_a_restart_that_could_not_be_asked_for_is_asked_for_again(
         assert client.is_up
         await client._look()
         assert asked == 2 and not client.is_up
+
+    asyncio.run(check())
+
+
+class PlayedServer:
+    """verifiers' side of the wire at a port of its own: well from the start, and of a rollout it says only that it is over."""
+
+    def __init__(self) -> None:
+        self.context, self.has_rollout = zmq.asyncio.Context(), asyncio.Event()
+        self.socket, self.waiting = self.context.socket(zmq.ROUTER), list[tuple[bytes, bytes]]()
+        self.is_well = True
+
+    def bind(self, port: int) -> int:
+        """Port 0: any; the port that it got."""
+        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        return int(self.socket.LAST_ENDPOINT.rsplit(b":", 1)[1])
+
+    async def serve(self) -> None:
+        while True:
+            client, request, method, _ = await self.socket.recv_multipart()
+            if method == b"run":
+                self.waiting.append((client, request))
+                self.has_rollout.set()
+            elif method == b"health" and self.is_well:
+                await self._send(client, request, {"success": True})
+
+    async def end_rollout(self) -> None:
+        await self._send(*self.waiting.pop(), {"success": False, "error": "it is over"})
+
+    async def _send(self, client: bytes, request: bytes, reply: dict) -> None:
+        await self.socket.send_multipart([client, request, b"response", msgpack.packb(reply)])
+
+
+@asynccontextmanager
+async def played(port: int = 0) -> AsyncIterator[tuple[PlayedServer, int]]:
+    server = PlayedServer()
+    port = server.bind(port)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield server, port
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        server.socket.close(linger=0)
+        server.context.term()
+
+
+def by_address(folder: Path, port: int, **more: float) -> EnvServerClient:
+    environment = Environment(id="reverse-text", address=f"tcp://127.0.0.1:{port}")
+    return EnvServerClient(RunDir(folder), "env_server-0", environment, poll_s=0.01, **more)
+
+
+def start_rollout(client: EnvServerClient) -> asyncio.Task:
+    how = external_client(External(base_url="http://h/v1"))
+    return asyncio.create_task(client.run({}, how, "m", external_sampling_config(Sampling()), 60))
+
+
+def test_a_server_by_address_that_is_silent_for_a_while_keeps_its_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment's code that blocks the server, as scoring may."""
+    monkeypatch.setattr(env_client, "_HEALTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(env_client, "_HEALTH_EVERY_S", 0.0)
+
+    async def check() -> None:
+        async with played() as (server, port), asyncio.timeout(30):
+            client = by_address(tmp_path, port, health_s=300.0)
+            rollout = start_rollout(client)
+            await server.has_rollout.wait()
+            server.is_well = False
+            await asyncio.wait({rollout}, timeout=1)  # several times as long as a server may take to connect
+            assert client.is_up
+            await server.end_rollout()
+            with pytest.raises(EnvServerError, match="it is over"):
+                await rollout
+            await client.close()
+
+    asyncio.run(check())
+
+
+def test_a_server_by_address_is_given_up_when_it_is_silent_for_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_client, "_HEALTH_EVERY_S", 0.0)
+
+    async def check() -> None:
+        async with played() as (server, port), asyncio.timeout(30):
+            client = by_address(tmp_path, port, health_s=0.1)
+            rollout = start_rollout(client)
+            await server.has_rollout.wait()
+            server.is_well = False
+            with pytest.raises(EnvServerDied):
+                await rollout
+            await client.close()
+
+    asyncio.run(check())
+
+
+def test_rollouts_of_a_server_by_address_end_with_it_though_its_successor_is_there_at_once(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with asyncio.timeout(30):
+            async with played() as (server, port):
+                client = by_address(tmp_path, port, health_s=300.0)
+                rollout = start_rollout(client)
+                await server.has_rollout.wait()
+            async with played(port) as (successor, _):
+                with pytest.raises(EnvServerDied):
+                    await rollout
+                again = start_rollout(client)
+                await successor.has_rollout.wait()
+                await successor.end_rollout()
+                with pytest.raises(EnvServerError, match="it is over"):
+                    await again
+                await client.close()
 
     asyncio.run(check())
 
