@@ -23,6 +23,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.scores import metrics_of, read_scores, write_score
 from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
+from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluation, Evaluator
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskRef
@@ -98,13 +99,24 @@ async def run_evaluation(run: RunDir, phase: PhasePlan) -> None:
 async def evaluate_version(
     driver: RolloutDriver, evaluator: ScoredEvaluator, watcher: WeightWatcher | None, version: int
 ) -> None:
-    """Bring the engines to ``version`` and run what it lacks; restarted engines are brought there too."""
+    """Bring the engines to ``version`` and run what it lacks; restarted engines are brought there too, stuck ones restarted."""
     if watcher is not None:
         await watcher.load(version)
     driver.tallies.clear()
     driver.open_evaluation(version)
-    work = asyncio.create_task(_until_done(driver, evaluator))
-    tasks = [work, asyncio.create_task(watcher.hold())] if watcher is not None else [work]
+    tasks = [asyncio.create_task(_until_done(driver, evaluator))]
+    if watcher is not None:
+        # a watch of this version alone: before it, the engines were paused
+        engines = EngineWatch(
+            watcher.fleet,
+            driver.dispatcher,
+            None,
+            is_updating=lambda: False,
+            take_back=lambda count: None,
+            stuck_after_s=driver.recipe.timeouts.health_s,
+            frozen=driver.recipe.served_models,
+        )
+        tasks += [asyncio.create_task(each) for each in (watcher.hold(), engines.watch())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in reversed(tasks):  # a folder that vanished explains why rollouts fail

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.orchestrator import engines
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.engines import EngineWatch, StuckClock
+from primerl_hpc.orchestrator.evaluate import run_evaluation
 from primerl_hpc.orchestrator.sampler import TaskRef
+from tests.support import make_plan, process_plan
+from tests.unit import test_fleet
+from tests.unit.test_env_client import played
 from tests.unit.test_fleet import serving
 
 METRICS = """\
@@ -87,3 +92,43 @@ def test_the_supervisor_is_asked_for_its_successor(tmp_path: Path, monkeypatch) 
             assert watch.take_metrics()["inference/idle"] == 0.5
 
     asyncio.run(check())
+
+
+def test_an_evaluation_asks_for_the_successors_of_its_engine_and_of_its_judges(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Both say that they are well, have requests, and make no token."""
+    monkeypatch.setattr(engines, "LOOK_S", 0.01)
+    monkeypatch.setattr(test_fleet, "KEY", ensure_api_key(RunDir(tmp_path)))
+
+    async def check() -> None:
+        async with played() as (_, port), serving(tmp_path, "inference-0", "judge-0") as (run, _, stuck):
+            for engine in stuck:
+                engine.metrics = METRICS.format(running=2, tokens=77)
+            publish_endpoint(run, "router-0", "http://127.0.0.1:1")
+            environment = {"id": "reverse-text", "num_tasks": 1, "address": f"tcp://127.0.0.1:{port}"}
+            recipe = {
+                "kind": "eval",
+                "name": "stuck",
+                "model": {"name": "m"},
+                "seq_len": 1024,
+                "environments": {"eval": [environment]},
+                "judge": {"model": {"name": "j"}},
+            }
+            roles = (Role.INFERENCE, Role.JUDGE, Role.ROUTER, Role.EVALUATOR)
+            (phase,) = make_plan(run.root, recipe, processes=[process_plan(role) for role in roles]).phases
+            timeouts = phase.recipe.timeouts.model_copy(update={"health_s": 0.1})
+            recipe = phase.recipe.model_copy(update={"timeouts": timeouts})
+            task = asyncio.create_task(run_evaluation(run, phase.model_copy(update={"recipe": recipe})))
+            for name in ("inference-0", "judge-0"):
+                while not run.restart_request(name).exists():
+                    await asyncio.wait({task}, timeout=0.01)
+                    assert not task.done(), task.result()
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def within(seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            await check()
+
+    asyncio.run(within(60))
