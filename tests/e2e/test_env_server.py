@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -39,13 +41,13 @@ from primerl_hpc.orchestrator.env_pool import EnvServerPool
 from primerl_hpc.orchestrator.runner import EnvHandle
 from primerl_hpc.orchestrator.self_teacher import demonstrated_prompt
 from primerl_hpc.orchestrator.teacher import TeacherClient, add_samples
-from primerl_hpc.orchestrator.trajectories import RolloutFailed, rollout_of
+from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, role_tokens, rollout_of
 from primerl_hpc.recipe.algorithm_schema import OPSD
 from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.model_schema import Teacher
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.roles.scratch import scratch_path
-from tests.api import chat_completion, serve
+from tests.api import Request, chat_completion, serve
 from tests.e2e.serving import Serving, hf_logprobs, make_recipe
 from tests.support import end_role, make_plan, make_tiny_model, process_plan, run_role, start_role
 
@@ -411,6 +413,74 @@ def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> Non
         publish_endpoint(run, "judge-0", says("perhaps"))
         stack.callback(end_role, start_role(run, "main", "env_server-1"))
         asyncio.run(check(says("a reply"), says("correct")))
+
+
+QWEN3_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+
+def test_a_tools_answers_are_read_in_tokens_and_only_what_the_policy_wrote_is_trained(tmp_path: Path) -> None:
+    """The engine is played: it multiplies by the tool, adds by the tool, says the number."""
+    model, run = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model", RunDir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": QWEN3_TOKENS})
+    tokenizer.save_pretrained(model)
+    recipe = make_recipe(model) | {"seq_len": 4096, "inference": {"max_model_len": 4096}}
+    recipe["model"]["renderer"] = {"name": "qwen3"}
+    recipe["environments"] = {"train": [{"id": "calculator", "args": {"num_tasks": 1}}]}
+    recipe = make_plan(tmp_path, recipe, processes=[process_plan(Role.ENV_SERVER)]).phases[0].recipe
+    environment = recipe.environments.train[0]
+    (task,) = load_tasks(environment)
+    a, b, c = map(int, re.findall(r"\d+", task.data["prompt"]))
+    calls = (
+        {"name": "multiply", "arguments": {"a": a, "b": b}},
+        {"name": "add", "arguments": {"a": a * b, "b": c}},
+    )
+    said = [
+        *(
+            f"<think>\n\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>"
+            for call in calls
+        ),
+        f"<think>\nnow I know\n</think>\n\nIt is {a * b + c}.<|im_end|>",
+    ]
+    replies = [tokenizer.encode(text, add_special_tokens=False) for text in said]
+    prompts: list[list[int]] = []
+
+    def engine(request: Request) -> tuple[int, dict]:
+        if not request.body:
+            return 200, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 4096}]}
+        prompts.append(request.body["token_ids"])
+        reply = replies[len(prompts) - 1]
+        content = [{"token": f"token_id:{token}", "logprob": -0.5} for token in reply]
+        choice = {"index": 0, "token_ids": reply, "finish_reason": "stop", "logprobs": {"content": content}}
+        return 200, {"request_id": "r", "choices": [choice]}
+
+    async def play(url: str) -> Rollout:
+        client = EnvServerClient(run, "env_server-0", environment, poll_s=0.02)
+        try:
+            await client.wait_ready(240)
+            sampling = sampling_config(recipe.rollouts.sampling, 0)
+            how = train_client(recipe.model, url)
+            return rollout_of(await client.run(task.data, how, recipe.model.name, sampling), temperature=1.0)
+        finally:
+            await client.close()
+
+    server = start_role(run, "main", "env_server-0")
+    try:
+        with serve(engine) as url:
+            rollout = asyncio.run(play(url))
+    finally:
+        end_role(server)
+    assert (rollout.reward, rollout.num_turns, rollout.metrics["tool_calls"]) == (1.0, 3, 2.0)
+    (sample,) = rollout.samples
+    tokens = sample.token_ids.tolist()
+    assert tokens == prompts[-1] + replies[-1]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert tokens[: len(prompt) + len(reply)] == prompt + reply
+    assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "".join(said)
+    assert np.all(sample.logprobs[sample.loss_mask] == -0.5) and not sample.logprobs[~sample.loss_mask].any()
+    answers = role_tokens(sample, "tool")
+    assert tokenizer.decode(sample.token_ids[answers]) == f"{a * b}{a * b + c}"
+    assert not (answers & sample.loss_mask).any()
 
 
 def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name(tmp_path: Path) -> None:
