@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import sysconfig
-import time
 import venv
 from collections.abc import Callable
 from itertools import pairwise
@@ -126,9 +125,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     )
     before = processes_of(run.root)
     process_of(run.root, "trainer-0", 2).kill()
-    killed_at = time.monotonic()
     assert wait_for_end(run, 30) == RunState.FAILED
-    assert time.monotonic() - killed_at < 30
     failure = read_json(run.failure)
     assert (failure["process"], failure["signal"]) == ("trainer-0", "SIGKILL")
     wait_for(lambda: not any(map(is_alive, before)), "every process to end", 10)
