@@ -1,8 +1,8 @@
 """One part at a time: every role of an RL run started by its own command, as the README shows, without a supervisor.
 
 The run is one that no other test has: a mixture of experts on an engine that spreads them over two ranks, conversations
-of two turns scored by the policy itself (opsd), and games against itself (rae) beside them; new versions are sent to both
-ranks of the engine.
+of two turns scored by the policy itself (opsd) and foreseen by it (echo), and games against itself (rae, hierarchical_grpo)
+beside them; new versions are sent to both ranks of the engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.metrics import read_steps
-from primerl_hpc.common.rundir import STABLE, RunDir
-from tests.support import ROOT, make_tiny_model
+from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.rundir import STABLE, RunDir, publish_endpoint, read_endpoint
+from tests.e2e.runs import START_S
+from tests.support import ROOT, make_tiny_model, wait_for
 
 pytestmark = [pytest.mark.e2e]
 
@@ -41,9 +43,15 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
 
 
-ENVIRONMENTS = """[
-  {id: alphabet-sort, args: {turns: 2, names_per_turn: 2}, algorithm: {type: opsd, demo_key: given}},
-  {id: nim, args: {max_stones: 5}, algorithm: {type: rae}}]"""
+SORTING, PLAYING = (
+    "id: alphabet-sort, args: {turns: 2, names_per_turn: 2}",
+    "id: nim, args: {max_stones: 5}",
+)
+ENVIRONMENTS = f"""[
+  {{{SORTING}, algorithm: {{type: opsd, demo_key: given}}}},
+  {{{PLAYING}, algorithm: {{type: rae}}}},
+  {{{SORTING}, name: foreseen, algorithm: {{type: echo, alpha: {{user: 0.1}}}}}},
+  {{{PLAYING}, name: compared, algorithm: {{type: hierarchical_grpo, episode_agents: [first]}}}}]"""
 
 
 def prepare(folder: Path, *overrides: str) -> RunDir:
@@ -59,6 +67,7 @@ def prepare(folder: Path, *overrides: str) -> RunDir:
         "inference.max_model_len=512",  # opsd shows the policy more than it saw
         "weights.transport=broadcast",
         "rollouts.batch_size=32",
+        "rollouts.group_size=4",
         *overrides,
     ]
     words = [word for text in settings for word in ("--set", text)]
@@ -84,6 +93,10 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
     ]
     roles.insert(0, primerl("env-server", "run", "--index", "1", cwd=tmp_path))
     try:
+        for index in (0, 1):  # an algorithm is not its server's matter: two environments have each of them
+            server, other = (process_name(Role.ENV_SERVER, each) for each in (index, index + 2))
+            wait_for(lambda server=server: read_endpoint(run, server), server, START_S)
+            publish_endpoint(run, other, read_endpoint(run, server)["url"])
         for process, name in ((roles[4], "orchestrator"), (roles[5], "trainer")):
             assert process.wait(timeout=480) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
         assert all(process.poll() is None for process in roles[:4])
@@ -94,10 +107,12 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
     assert "serving policy version 2 from the trainer, in group" in (tmp_path / "inference.log").read_text()
     # experts that a rank of the engine did not take over would sample tokens of other probability
     assert all(row["mismatch_kl/all/mean"] <= 0.03 for row in steps.values())
-    assert any(row.get("loss/ref_kl") for row in steps.values())
+    assert all(any(row.get(f"loss/{name}") for row in steps.values()) for name in ("ref_kl", "ce"))
     batches = read_steps(run.metrics("orchestrator")).values()
-    sorting, playing = (
-        [row for row in batches if f"reward/{env}/mean" in row] for env in ("alphabet-sort", "nim")
-    )
-    assert sorting and {row["turns/alphabet-sort/max"] for row in sorting} == {2}
-    assert playing and all(row["reward/nim/first/mean"] == -row["reward/nim/second/mean"] for row in playing)
+    for env in ("alphabet-sort", "foreseen"):
+        assert {row[name] for row in batches if (name := f"turns/{env}/max") in row} == {2}
+    for env in ("nim", "compared"):
+        played = [row for row in batches if f"reward/{env}/mean" in row]
+        assert played and all(
+            row[f"reward/{env}/first/mean"] == -row[f"reward/{env}/second/mean"] for row in played
+        )
