@@ -7,13 +7,17 @@
 Environment servers, dispatcher, scoring, batches and packing are the real ones; only the engine is not. ``cpu ms`` is
 this process's CPU time per finished rollout, ``verifiers ms`` the same of verifiers' own client with as many requests
 and nothing around it, ``lag p99`` how much later than asked a sleep of 10 ms returns. Rollouts/s are bounded by the
-environment servers (10 ms of CPU per turn), so more cores and ``--servers`` give more of them.
+environment servers (10 ms of CPU per turn), so more cores and ``--servers`` give more of them. Measured is from the moment
+on at which as many rollouts have ended as are in flight, or ``--warm-up`` is over; ``warm`` is how many of them had.
+
+Asked of single turns: at most 2 ms beyond verifiers' own; of 1,024 in flight: a lag of at most 50 ms. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from machine import show  # noqa: E402
+from machine import is_met, show  # noqa: E402
 
 from primerl_hpc.cluster.load import load_profile  # noqa: E402
 from primerl_hpc.common import env  # noqa: E402
@@ -48,6 +52,7 @@ from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 
 TOKENS = [*range(40, 51), 2]  # of each reply; 2 ends it
 LAG_INTERVAL_S = 0.01
+OWN_MS, LAG_MS, LAG_IN_FLIGHT = 2.0, 50.0, 1024  # what is asked
 
 
 # -- the mock engine, a process of its own ------------------------------------------------------------------------------
@@ -105,12 +110,12 @@ class Meter:
             await asyncio.sleep(LAG_INTERVAL_S)
             self._lags.append(time.perf_counter() - before - LAG_INTERVAL_S)
 
-    def result(self) -> dict[str, float]:
+    def result(self) -> dict[str, float | None]:
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         lags = sorted(self._lags)
         return {
             "rollouts_per_s": self.finished / wall,
-            "cpu_ms": 1e3 * cpu / max(1, self.finished),
+            "cpu_ms": 1e3 * cpu / self.finished if self.finished else None,
             "lag_p99_ms": 1e3 * lags[int(0.99 * (len(lags) - 1))] if lags else 0.0,
         }
 
@@ -142,7 +147,9 @@ def make_recipe(model: Path, in_flight: int, turns: int, servers: int) -> Recipe
     )
 
 
-async def drive(run: RunDir, recipe: Recipe, url: str, seconds: float) -> dict[str, float]:
+async def drive(
+    run: RunDir, recipe: Recipe, url: str, seconds: float, warm_up_s: float
+) -> dict[str, float | None]:
     """The orchestrator's own loop, without a trainer: versions are live as soon as their batch is packed."""
     envs = await load_environments(run, recipe)
     handles = envs[Split.TRAIN]
@@ -169,8 +176,9 @@ async def drive(run: RunDir, recipe: Recipe, url: str, seconds: float) -> dict[s
     meter = Meter()
     watch = asyncio.create_task(meter.watch())
 
-    async def until(deadline: float, finished: int) -> None:
-        while time.perf_counter() < deadline or meter.finished < finished:
+    async def until(deadline: float, finished: int | None = None) -> None:
+        """Until so many have finished; without a number, or when they do not come, until the deadline."""
+        while time.perf_counter() < deadline and (finished is None or meter.finished < finished):
             driver.dispatch(cutter.num_queued)
             for group in await driver.next_groups():
                 cutter.add(group)
@@ -183,18 +191,26 @@ async def drive(run: RunDir, recipe: Recipe, url: str, seconds: float) -> dict[s
                 await asyncio.to_thread(driver.flush)
 
     meter.start()
-    await until(time.perf_counter() + 2.0, rollouts.in_flight_ceiling)  # everybody is at work
+    in_flight = rollouts.in_flight_ceiling
+    await until(time.perf_counter() + warm_up_s, in_flight)  # everybody is at work
+    warm = min(1.0, meter.finished / in_flight)
     meter.start()
-    await until(time.perf_counter() + seconds, 1)
+    await until(time.perf_counter() + seconds)
     result = meter.result()
     watch.cancel()
-    plain = await drive_verifiers(run, recipe, handles, url, rollouts.in_flight_ceiling, seconds)
+    plain = await drive_verifiers(run, recipe, handles, url, in_flight, seconds, warm_up_s)
     await runner.close()
-    return result | {"verifiers_ms": plain}
+    return result | {"warm": warm, "verifiers_ms": plain}
 
 
 async def drive_verifiers(
-    run: RunDir, recipe: Recipe, handles: list[Any], url: str, in_flight: int, seconds: float
+    run: RunDir,
+    recipe: Recipe,
+    handles: list[Any],
+    url: str,
+    in_flight: int,
+    seconds: float,
+    warm_up_s: float,
 ) -> float:
     """CPU ms per rollout of verifiers' client alone, with as many requests in flight."""
     from verifiers.v1.serve import EnvClient
@@ -220,7 +236,8 @@ async def drive_verifiers(
     watch = asyncio.create_task(meter.watch())  # it costs CPU here as it did there
     meter.start()
     workers = [asyncio.create_task(worker(number)) for number in range(in_flight)]
-    while meter.finished < in_flight:
+    deadline = time.perf_counter() + warm_up_s
+    while meter.finished < in_flight and time.perf_counter() < deadline:
         await asyncio.sleep(0.1)
     meter.start()
     await asyncio.sleep(seconds)
@@ -248,8 +265,9 @@ def start(words: list[str], log: Path, **more: str) -> subprocess.Popen:
         )
 
 
-def measure(model: Path, in_flight: int, turns: int, servers: int, latency_s: float, seconds: float) -> dict:
-    recipe = make_recipe(model, in_flight, turns, servers)
+def measure(options: argparse.Namespace, in_flight: int, turns: int) -> dict[str, Any]:
+    servers, latency_s = options.servers, options.latency
+    recipe = make_recipe(options.model, in_flight, turns, servers)
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder) / "run")
         for path in (run.control, run.root / "metrics", run.attempt_logs(1), run.traces("train").parent):
@@ -273,12 +291,13 @@ def measure(model: Path, in_flight: int, turns: int, servers: int, latency_s: fl
             wait_until(lambda: ready.exists() or None, what="the mock engine", timeout_s=60)
             url = f"http://127.0.0.1:{ready.read_text()}"
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                result = runner.run(drive(run, recipe, url, seconds))
+                result = runner.run(drive(run, recipe, url, options.seconds, options.warm_up))
         finally:
             for process in processes:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    beyond = result["cpu_ms"] - result["verifiers_ms"]
+    is_known = None not in (result["cpu_ms"], result["verifiers_ms"])
+    beyond = result["cpu_ms"] - result["verifiers_ms"] if is_known else None
     return {"in_flight": in_flight, "turns": turns, **result, "beyond_ms": beyond}
 
 
@@ -292,6 +311,7 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=2, help="environment servers")
     parser.add_argument("--latency", type=float, default=1.0, help="seconds of the mock engine")
     parser.add_argument("--seconds", type=float, default=15.0, help="measured, for each line")
+    parser.add_argument("--warm-up", type=float, default=90.0, help="most seconds before each measurement")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mock", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -301,13 +321,18 @@ def main() -> int:
     if not options.model:
         parser.error("--model is needed")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started ends too
-    rows = [
-        measure(options.model, in_flight, turns, options.servers, options.latency, options.seconds)
-        for turns in options.turns
-        for in_flight in options.in_flight
-    ]
+    rows = [measure(options, in_flight, turns) for turns in options.turns for in_flight in options.in_flight]
     show(f"orchestrator, mock engine of {options.latency:g} s", rows, as_json=options.json)
-    return 0
+    with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+        return 0 if is_good(rows) else 1
+
+
+def is_good(rows: list[dict[str, Any]]) -> bool:
+    """Of what was measured, whether it is as asked."""
+    own = [row["beyond_ms"] for row in rows if row["turns"] == 1 and row["beyond_ms"] is not None]
+    lags = [row["lag_p99_ms"] for row in rows if row["in_flight"] == LAG_IN_FLIGHT]
+    met = not own or is_met("own CPU ms of a single-turn rollout", max(own), at_most=OWN_MS)
+    return (not lags or is_met(f"lag p99 ms of {LAG_IN_FLIGHT} in flight", max(lags), at_most=LAG_MS)) and met
 
 
 if __name__ == "__main__":
