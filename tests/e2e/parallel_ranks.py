@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,18 +34,22 @@ from transformers import AutoModelForCausalLM  # noqa: F401 imported once, befor
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.trainer import optim
 from primerl_hpc.trainer.checkpoint import load_checkpoint
 from primerl_hpc.trainer.core import build_core
 from primerl_hpc.trainer.export import publish_policy
 from primerl_hpc.trainer.losses import LossInputs, TokenLoss
+from primerl_hpc.trainer.parallel import deepep
 from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.saver import Saver
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.rollouts import MicroBatch, Picture, PlacedPicture
+from tests import deep_ep_on_gloo
 from tests.e2e.tiny_models import IMAGE_TOKEN, VISION_START
 from tests.support import random_row
 
 STEPS, ROWS, SEQ_LEN = 3, 8, 64
+OFFLOAD_BYTES = 1 << 15  # an offloaded optimizer of a tiny model has several parts too
 
 
 class Case(TypedDict, total=False):
@@ -61,6 +66,7 @@ class Case(TypedDict, total=False):
     is_large: bool  # as if gradients were too large to stay whole
     is_counted: bool  # count collectives of the last step
     is_exported: bool
+    has_deep_ep: bool  # one that works without GPUs
     save_to: str  # a run directory that gets a checkpoint of step 2
     resume_from: str  # train step 3 alone, from that checkpoint
 
@@ -177,10 +183,12 @@ class Collections:
 
 def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
     recipe = recipe_of(case)
+    optim.OFFLOAD_BYTES = OFFLOAD_BYTES
     world = make_world(
         recipe.layout.trainer, torch.device("cpu"), local_rank=dist.get_rank(), local_size=ranks
     )
-    with LargestTensor() as loaded:
+    stand_in = patch.object(deepep, "import_deep_ep", lambda: deep_ep_on_gloo)
+    with stand_in if case.get("has_deep_ep") else nullcontext(), LargestTensor() as loaded:
         core = build_core(recipe, case["model"], world, watchdog)
     core.small = core.small and not case.get("is_large")
     gradients: dict[str, Tensor] = {}

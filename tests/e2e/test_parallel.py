@@ -45,19 +45,44 @@ CUSTOM = {
 VISION = {"model": "qwen3_vl", "trainer": {"vision": "trained"}, "reference": "vision-1", **ONE_BY_ONE}
 REPLAY = {"model": "glm4_moe", "trainer": {"router_replay": True}, "reference": "replay-1"}
 
+# what each optimizer is asked for under replicate × data × expert, with its state in each place
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 0.01},
+    "muon": {"lr": 0.01},
+    "sgd": {"lr": 0.5},
+    "sign_sgd": {"lr": 0.01},
+}
+OPTIMIZED = {
+    name: {"model": "qwen3_moe", "optimizer": {"type": name, **options}, "reference": f"{name}-1"}
+    for name, options in OPTIMIZERS.items()
+}
+PLACES = {
+    "device": {},
+    "optimizer-offload": {"optimizer_offload": True},
+    "cpu-offload": {"cpu_offload": True},
+}
+
+DEEP_EP = {
+    "model": "qwen3_moe", "ranks": 2, "trainer": {"param_dtype": "bfloat16"},
+    "layout": {"expert_parallel": 2, "expert_backend": "deepep"},
+}  # fmt: skip
+
 # fmt: off
 LAYOUTS: dict[str, dict[str, Any]] = {
     # each axis alone; context with a loss over whole samples too
     "shard-2": {"model": "qwen3", "ranks": 2},
     "replicate-2": {"model": "qwen3", "ranks": 2, "layout": {"replicate": 2}},
-    **{f"{name}-expert-2": {"model": name, "ranks": 2, "layout": {"expert_parallel": 2}} for name in MOE},
+    **{
+        f"{name}-expert-2": {"model": name, "ranks": 2, "layout": {"expert_parallel": 2}, "is_exported": True}
+        for name in MOE
+    },
     "auto-2": {"model": "qwen3_moe", "ranks": 2},
     **{
         f"{name}-{style}-2": {
             "model": name,
             "ranks": 2,
             "layout": {"context_parallel": 2, "context_style": style},
-            **({"loss": {"type": "gspo"}, "reference": "gspo-1"} if name == "llama" else {}),
+            **({"loss": {"type": "gspo"}, "reference": "gspo-1", "is_exported": True} if name == "llama" else {}),
         }
         for name in FAMILIES
         for style in ("ulysses", "ring")
@@ -69,7 +94,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # compositions
     "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
-    "absent-deepep": {"model": "qwen3_moe", "ranks": 2, "layout": {"expert_parallel": 2, "expert_backend": "deepep"}},
+    "absent-deepep": DEEP_EP,
     "compiled-ulysses-2-expert-2": {
         "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
     },
@@ -125,6 +150,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
     },
     "expert-8": {"model": "qwen3_moe", "ranks": 8, "layout": {"expert_parallel": 8}, "is_exported": True},
+    # optimizers
+    "muon-expert-2": {**OPTIMIZED["muon"], "ranks": 2, "layout": {"expert_parallel": 2}},
+    **{
+        f"{name}-replicate-2-expert-2-{place}": {
+            **case, "ranks": 4, "layout": {"replicate": 2, "expert_parallel": 2}, "trainer": options,
+        }
+        for name, case in OPTIMIZED.items()
+        for place, options in PLACES.items()
+    },
     # adapters
     "lora-shard-2": {**LORA, "ranks": 2, "layout": {"expert_parallel": 1}, "is_exported": True},
     "lora-ulysses-2-expert-2": {**LORA, "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}},
@@ -222,9 +256,13 @@ def cases(folder: Path) -> list[Case]:
     named["replay-1"] = {**REPLAY, "ranks": 1}
     named["vision-1"] = {**VISION, "ranks": 1}
     named["vision-frozen-1"] = {"model": "qwen3_vl", "ranks": 1}
+    named["half-1"] = {**DEEP_EP, "ranks": 1, "layout": {}}
+    for name, case in OPTIMIZED.items():
+        named[f"{name}-1"] = {**case, "ranks": 1}
     named["lora-1"] = {**LORA, "ranks": 1}
     named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
     named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}
+    named["half-deepep-2"] = {**DEEP_EP, "has_deep_ep": True}
     is_last = [name for name, case in LAYOUTS.items() if case["ranks"] == 1]
     for name in sorted(LAYOUTS, key=lambda name: (name in is_last, LAYOUTS[name]["ranks"])):
         named[name] = LAYOUTS[name]
@@ -283,6 +321,10 @@ def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(result
     assert REFUSED[name] in results.report(name)["refused"]
 
 
+def test_a_policy_whose_tokens_deepep_carries_trains_as_on_one_rank_as_far_as_bfloat16_goes(results):
+    assert_close(results.tensors("half-deepep-2"), results.tensors("half-1"), 0.05)
+
+
 def plain_loss(model, step: int) -> Tensor:
     """Mean cross-entropy of the supervised rows of ``step``, sample by sample."""
     total, count = torch.zeros(()), 0
@@ -321,13 +363,15 @@ def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results
 
     folder = RunDir(results.folder / f"{name}-run").weights_step(3)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(load_file(results.folder / LAYOUTS[name]["model"] / "model.safetensors"))
+    source = load_file(results.folder / LAYOUTS[name]["model"] / "model.safetensors")
+    assert set(index) == set(source)
     attention = "eager" if LAYOUTS[name]["model"] == "gpt_oss" else "sdpa"
     kind = AutoModelForImageTextToText if LAYOUTS[name]["model"] == "qwen3_vl" else AutoModelForCausalLM
     model = kind.from_pretrained(folder, attn_implementation=attention)
     tensors = results.tensors(name)
-    for key, value in model.named_parameters():
-        assert torch.equal(value, tensors[f"weight.{key}"]), key
+    for key, value in model.state_dict().items():
+        trained = tensors.get(f"weight.{key}")
+        assert torch.equal(value, source[key] if trained is None else trained), key  # or a buffer
 
 
 @pytest.mark.parametrize("name", ["lora-1", "lora-dense-1"])
