@@ -88,7 +88,7 @@ class TrainerLayout(Block):
     expert_parallel: Auto | PositiveInt = "auto"
     """Ranks that share the experts of a mixture-of-experts model; ``auto``: the most, within a node and up to 8, that divide experts and ranks."""
     expert_backend: Literal["torch", "deepep"] = "torch"
-    """What carries tokens to their experts: all-to-all of torch, or DeepEP (NVIDIA, to be installed by hand)."""
+    """What carries tokens to their experts: all-to-all of torch, or DeepEP (NVIDIA, bfloat16, to be installed by hand)."""
 
 
 class OrchestratorLayout(Block):

@@ -199,6 +199,15 @@ class Recipe(Block):
         return self.name if self.lora is not None else self.model.name
 
     @model_validator(mode="after")
+    def _tokens_can_be_carried(self) -> Self:
+        if self.layout.trainer.expert_backend == "deepep" and self.trainer.param_dtype != "bfloat16":
+            raise ValueError(
+                f"layout.trainer.expert_backend deepep carries bfloat16 alone, and trainer.param_dtype is "
+                f"{self.trainer.param_dtype}: set that to bfloat16, or expert_backend to torch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routers_can_be_replayed(self) -> Self:
         if not self.trainer.router_replay:
             return self

@@ -168,6 +168,10 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             SUPERVISED + "  data: {path: a}\ntrainer: {router_replay: true}\n",
             ["trainer.router_replay belongs to kind rl"],
         ),
+        (
+            MINIMAL + "layout: {trainer: {expert_backend: deepep}}\ntrainer: {param_dtype: float32}\n",
+            ["layout.trainer.expert_backend deepep carries bfloat16 alone", "trainer.param_dtype is float32"],
+        ),
         (MINIMAL + "lora: {rank: 0}\n", ["lora.rank", "greater than or equal to 1"]),
         (MINIMAL + "lora: {}\ntrainer: {vision: trained}\n", ["trainer.vision trained is for whole models"]),
         (MINIMAL + "lora: {rank: 1024}\n", ["lora.rank 1024", "512"]),

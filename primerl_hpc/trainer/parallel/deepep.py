@@ -46,7 +46,9 @@ class DeepEPDispatcher:
         hidden, local, routed, handle = _Dispatch.apply(
             hidden, index, weights.float(), self.buffer, self.num_experts
         )
-        local = local.masked_fill(local < 0, self.num_local)
+        is_elsewhere = local < 0
+        local = local.masked_fill(is_elsewhere, self.num_local)
+        routed = routed.masked_fill(is_elsewhere, 0.0)  # nor does a gradient come back from there
         if not len(hidden):
             # as in TorchDispatcher: a row for nobody
             hidden, routed = (
