@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +13,9 @@ from primerl_hpc.common.rundir import RunDir
 from tests.e2e.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
 from tests.e2e.serving import Serving
 from tests.support import make_tiny_model
+
+if TYPE_CHECKING:
+    from primerl_hpc.trainer.parallel.mesh import World
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +68,19 @@ def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     for run in started:
         for process in processes_of(run.root):
             process.kill()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[World]:
+    """The trainer in this very process."""
+    import torch
+    import torch.distributed as dist
+
+    from primerl_hpc.recipe.layout_schema import TrainerLayout
+    from primerl_hpc.trainer.parallel.mesh import make_world
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
+    dist.destroy_process_group()
+    gc.unfreeze()
+    gc.enable()

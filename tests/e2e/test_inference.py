@@ -15,12 +15,19 @@ import pytest
 
 from primerl_hpc.common.rundir import RunDir, ensure_api_key
 from primerl_hpc.orchestrator.fleet import Fleet
+from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.scratch import scratch_path
+from primerl_hpc.trainer.core import Core, build_core
+from primerl_hpc.trainer.export import publish_policy
+from primerl_hpc.trainer.parallel.mesh import World
+from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.delta_codec import encode
 from primerl_hpc.transport.weights import Source
 from primerl_hpc.transport.weights_delta import DeltaWeightReader, LinkWriter
 from primerl_hpc.transport.weights_filesystem import WeightWriter
 from tests.e2e.serving import Serving, hf_logprobs, save_variant
+from tests.e2e.test_trainer import rl_recipe
+from tests.support import random_row
 
 pytestmark = pytest.mark.e2e
 
@@ -50,6 +57,12 @@ async def with_fleet(serving: Serving, action):
 
 def update(serving: Serving, source: Source, version: int):
     return asyncio.run(with_fleet(serving, lambda fleet: fleet.update(source, version)))
+
+
+def small_trainer(model: Path, world: World, folder: Path) -> Core:
+    recipe = Recipe.model_validate(rl_recipe(model, optimizer={"type": "adamw", "lr": 1e-2}))
+    watchdog = Watchdog(RunDir(folder), "trainer-0", rank=0, size=1, timeout_s=600)
+    return build_core(recipe, str(model), world, watchdog)
 
 
 def is_of(model: Path, generated: dict) -> bool:
@@ -134,6 +147,24 @@ def test_an_update_serves_the_new_weights_and_a_reload_brings_the_base_model_bac
     assert answer.json() == {"version": 0}
     assert answer.headers["x-primerl-policy-version"] == "0"
     assert is_of(serving.model, serving.generate(PROMPT))
+
+
+def test_a_trained_policy_is_served_as_the_trainer_wrote_it(
+    serving: Serving, one_rank: World, tmp_path: Path, base: None
+) -> None:
+    """Three steps on random rollouts; transformers and the engine read the same files to the same log-probabilities."""
+    core, run = small_trainer(serving.model, one_rank, tmp_path), RunDir(tmp_path)
+    rng = np.random.default_rng(0)
+    for step in (1, 2, 3):
+        result = core.train_step(step, [random_row(rng, [12, 30, 9])], ["a"])
+        assert not result.is_skipped
+    publish_policy(run, core, 3)
+    policy = run.weights_step(3)
+    report = update(serving, policy, 3)
+    assert report.is_complete, report
+    generated = serving.generate(PROMPT)
+    assert is_of(policy, generated)
+    assert not is_of(serving.model, generated)
 
 
 def test_a_request_in_flight_goes_on_with_the_new_weights(

@@ -1,11 +1,10 @@
 """The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
 
 import contextlib
-import gc
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.errors import ExitCode  # noqa: E402
@@ -23,9 +21,7 @@ from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.common.rundir import STABLE, RunDir  # noqa: E402
 from primerl_hpc.launch.fork import import_checkpoint  # noqa: E402
-from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
-from primerl_hpc.trainer.parallel.mesh import World, make_world  # noqa: E402
 from primerl_hpc.trainer.saver import Saver  # noqa: E402
 from primerl_hpc.trainer.sft import train_sft  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
@@ -357,16 +353,6 @@ class DeathError(Exception):
     pass
 
 
-@pytest.fixture
-def one_rank() -> Iterator[World]:
-    """The trainer in this very process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
-    dist.destroy_process_group()
-    gc.unfreeze()
-    gc.enable()
-
-
 def test_a_version_to_keep_is_there_before_the_checkpoint_of_its_step(tiny, one_rank, monkeypatch, tmp_path):
     """A life that begins at the checkpoint trains that step no more: nobody would write the version."""
     checkpoint = {"interval": 1, "asynchronous": False}
@@ -437,10 +423,14 @@ def kill_all(process) -> None:
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp_path):
-    """Once in the middle of a save, once at a moment drawn by lot: every step of this run is saved beside the next."""
+    """Once in the middle of a save, once at a moment of a step, both drawn by lot; each step is saved beside the next.
+
+    `tools/bench/kills.py` kills again and again, also trainers of experts and of adapters.
+    """
     run = make_run(tmp_path, long_sft(tiny), tiny / "model", ranks=2, role=Role.SFT)
-    lot = int(np.random.default_rng().integers(4, 9))
-    for step, sign in ((3, "trainer.tmp"), (lot, "COMPLETE")):
+    rng = np.random.default_rng()
+    lot, share = int(rng.integers(4, 8)), float(rng.random())
+    for step, sign, share_of_step in ((3, "trainer.tmp", 0.0), (lot, "COMPLETE", share)):
         process = start_role(run, "main", "sft-0")
         try:
             sight = run.checkpoint(step) / sign
@@ -451,6 +441,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
                 poll_s=0.001,
                 poll_max_s=0.002,
             )
+            rows = read_steps(run.metrics("sft"))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(share_of_step * rows[max(rows)]["time/step"])
             assert process.poll() is None
             kill_all(process)
         finally:
@@ -463,7 +456,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
     assert shards
     for name in shards:
         expected = (saved_sft.weights_step(10) / name).read_bytes()
-        assert (run.weights_step(10) / name).read_bytes() == expected, f"{name}, killed after step {lot}"
+        assert (run.weights_step(10) / name).read_bytes() == expected, (
+            f"{name}, killed {share} of a step after {lot}"
+        )
 
 
 def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, tiny, tmp_path):
