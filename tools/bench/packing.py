@@ -9,6 +9,8 @@ over: rows above the cap. Cost: linear plus quadratic FLOP of a 4B model (equal 
 written here from their descriptions, on lengths alone: prime-rl (first-fit, Karmarkar-Karp over ranks; its pairwise swaps
 take seconds to minutes and lower lock-step efficiency, they are left out), verl (Karmarkar-Karp over ranks, then
 over micro-batches), NeMo-RL (modified first-fit decreasing) and TRL (best-fit decreasing), the last two dealt in turn.
+capped LPT is the plain idea that ours began with: longest first into the cheapest row with room, one micro-step's worth of
+rows more where that fails.
 """
 
 from __future__ import annotations
@@ -181,12 +183,42 @@ def nemo_rl(lengths: np.ndarray, ranks: int) -> Ranks:
     return in_turn(rows, ranks)
 
 
+def capped_lpt(lengths: np.ndarray, ranks: int) -> Ranks:
+    order = np.argsort(-lengths, kind="stable").tolist()
+    costs = packing.cost_of(lengths).tolist()
+    count = -(-int(lengths.sum()) // (CAP * ranks)) * ranks
+    while (rows := _longest_to_cheapest(order, lengths.tolist(), costs, count)) is None:
+        count += ranks
+    rows.sort(key=lambda row: -sum(costs[index] for index in row))
+    return in_turn(rows, ranks)
+
+
+def _longest_to_cheapest(order: list[int], sizes: list[int], costs: list[float], count: int) -> Rows | None:
+    rows: Rows = [[] for _ in range(count)]
+    room = [CAP] * count
+    cheapest = [(0.0, row) for row in range(count)]
+    for index in order:
+        full = []
+        while cheapest and room[cheapest[0][1]] < sizes[index]:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, row = cheapest[0]
+        heapq.heapreplace(cheapest, (cost + costs[index], row))
+        rows[row].append(index)
+        room[row] -= sizes[index]
+        for each in full:
+            heapq.heappush(cheapest, each)
+    return rows
+
+
 PACKERS: dict[str, Callable[[np.ndarray, int], Ranks]] = {
     "primerl-hpc": ours,
     "prime-rl": prime_rl,
     "verl": verl,
     "NeMo-RL": nemo_rl,
     "TRL": trl,
+    "capped LPT": capped_lpt,
 }
 
 
@@ -244,24 +276,23 @@ def main() -> int:
 
 
 def verdicts(rows: list[dict]) -> list[bool]:
-    """The slowest of the large inputs, rows above the cap, and lock-step efficiency less the best one's of who keeps the cap."""
+    """The slowest of the large inputs, rows above the cap, and lock-step efficiency less the best one's of who keeps the rules:
+    no row above the cap, and no more rows than ours. The lead over the others is printed beside it.
+    """
     ours = [row for row in rows if row["packer"] == "primerl-hpc"]
-    leads = []
+    leads, other_leads = [], []
     for row in ours:
         case = (row["input"], row["rollouts"], row["ranks"])
-        others = [
-            other["lock"]
-            for other in rows
-            if (other["input"], other["rollouts"], other["ranks"]) == case
-            and other is not row
-            and not other["over"]
-        ]
-        leads.append(row["lock"] - max(others))
+        for other in rows:
+            if (other["input"], other["rollouts"], other["ranks"]) == case and other is not row:
+                is_equal = not other["over"] and other["rows"] <= row["rows"]
+                (leads if is_equal else other_leads).append(row["lock"] - other["lock"])
+    print(f"lead over who has rows above the cap, or more rows: {min(other_leads):.4g}")
     slowest = max(row["ms_max"] for row in ours if row["rollouts"] == 8192)
     return [
         is_met("ms for 8,192 rollouts on 64 ranks", slowest, at_most=60),
         is_met("rows above the cap", sum(row["over"] for row in ours), at_most=0),
-        is_met("lead in lock-step efficiency over who keeps the cap", min(leads), at_least=0),
+        is_met("lead in lock-step efficiency over who keeps the cap in as few rows", min(leads), at_least=0),
     ]
 
 
