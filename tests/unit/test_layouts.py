@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_engines, render_job
-from primerl_hpc.runtime.allocation import came_together, read_allocation
+from primerl_hpc.runtime.allocation import Allocation, came_together, read_allocation
 from primerl_hpc.runtime.srun_step import srun_command
 from primerl_hpc.runtime.steps import Launch
 
@@ -45,6 +47,15 @@ LAYOUTS = {
     ),
     "eval": ("h100x64", ["kind=eval", "layout.inference={replicas: 8}", EVAL]),
     "cpu-partition": ("virtual", ["layout.orchestrator.place=cpu-partition"]),
+    "orchestrator-beside-trainer": (
+        "h100x64",
+        [
+            "layout.inference={nodes: 2, replicas: auto}",
+            "layout.trainer.nodes=2",
+            RANKS,
+            "layout.orchestrator.place=trainer",
+        ],
+    ),
     "teacher": (
         "h100x64",
         [
@@ -127,6 +138,35 @@ def test_what_elastic_engines_cannot_be_is_refused(overrides: list[str], profile
     with pytest.raises(ConfigError, match=says):
         recipe = load_recipe("reverse_text/tiny", overrides=["warmup=null", *overrides]).recipe
         compile_plan(recipe, load_profile(profile).profile, run_dir="/r", python="/p")
+
+
+APPTAINER = (
+    "software.default={python: /opt/primerl/bin/python, container: "
+    "{kind: apptainer, image: /shared/images/primerl-hpc.sif, mounts: ['/shared/models:/shared/models:ro']}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile", "overrides"),
+    [("pyxis", "h100x64-pyxis", []), ("apptainer", "h100x64", [APPTAINER])],
+    ids=["pyxis", "apptainer"],
+)
+def test_srun_lines_of_a_container_are_as_recorded(
+    kind: str, profile: str, overrides: list[str], request: pytest.FixtureRequest
+) -> None:
+    layout = ["layout.inference={nodes: 1, replicas: 2, tensor_parallel: 4}", RANKS, "warmup=null"]
+    recipe = load_recipe("reverse_text/tiny", overrides=layout).recipe
+    place = {"run_dir": "/shared/runs/tiny-001", "python": "/venv/bin/python"}
+    plan = compile_plan(recipe, load_profile(profile, overrides=overrides).profile, **place)
+    nodes = Allocation(("gpu04", "gpu05"), cpus_per_node=96, has_gpus=True, gpus_per_node=8, job_id="7")
+    lines = []
+    for process in plan.phase("main").processes:
+        words = srun_command(Launch(process, RunDir(Path(plan.run_dir)), "main", 1, 0), nodes)
+        lines.append(shlex.join("/venv/bin/python" if word == sys.executable else word for word in words))
+    text, golden = "\n\n".join(lines) + "\n", GOLDEN.parent / "srun" / f"{kind}.txt"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(text)
+    assert text == golden.read_text()
 
 
 HET = {
