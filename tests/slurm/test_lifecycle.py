@@ -111,14 +111,21 @@ def test_walltime_reached_twice_loses_no_step_and_goes_on_by_itself(toy: SlurmTo
     assert (used["source"], used["attempts"]) == ("sacct", 3) and used["node_hours"] > 0
 
 
-def test_a_walltime_is_heard_from_slurm_or_seen_on_the_clock(new_toy: Callable[..., SlurmToy]) -> None:
+def test_a_real_walltime_is_heard_from_slurm_or_seen_on_the_clock_in_every_life(
+    new_toy: Callable[..., SlurmToy],
+) -> None:
     """SLURM may warn a minute early; where that is at the job's start, some versions warn nobody."""
     toy = add_roles(new_toy(time="00:01:00", signal_margin_s=45))
     toy.submit()
-    toy.wait_until_ready("inference-0", "trainer-0")
-    wait_for(lambda: toy.events("run_requeued"), "the warning and the requeue", tell=toy.words)
-    assert [row["reason"] for row in toy.events("stop_requested")] == ["walltime"]
-    assert toy.run.latest_checkpoint() == 2
+    for life in (1, 2):
+        toy.wait_until_ready("inference-0", "trainer-0", attempt=life)
+        wait_for(
+            lambda life=life: len(toy.events("run_requeued")) == life,
+            "the warning and the requeue",
+            tell=toy.words,
+        )
+        assert [row["reason"] for row in toy.events("stop_requested")] == ["walltime"] * life
+        assert toy.run.latest_checkpoint() == life + 1
     finish(toy)
 
 
@@ -207,6 +214,26 @@ def test_a_restarted_controller_does_not_disturb_the_run(toy: SlurmToy) -> None:
     subprocess.run(["scontrol", "ping"], check=False, capture_output=True)
     assert toy.snapshot().state == RunState.RUNNING  # its own files know
     toy.cluster.tool("return-controller")
+    finish(toy)
+
+
+def test_a_slurmd_that_dies_and_comes_back_disturbs_no_role_and_starts_the_next_one(toy: SlurmToy) -> None:
+    toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
+    toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
+    toy.submit()
+    toy.wait_until_ready("router-0", "inference-0", "trainer-0")
+    toy.cluster.on("n2", "sh", "-c", "kill -9 $(cat /run/slurmd.pid)")
+    state = ["sinfo", "--noheader", "--nodes=n2", "--partition=main", "--format=%T"]
+    wait_for(lambda: ask(state).strip().endswith("*"), "the controller to miss it", tell=toy.words)
+    toy.cluster.on("n2", "slurmd")
+    wait_for(lambda: not ask(state).strip().endswith("*"), "its return", tell=toy.words)
+    assert toy.snapshot().restarts == {} and toy.snapshot().attempt == 1
+    before = toy.endpoint("inference-0")
+    toy.cluster.on("n2", "kill", "-9", str(before["pid"]))
+    again = lambda: toy.run.endpoint("inference-0").exists() and toy.endpoint("inference-0")  # noqa: E731
+    wait_for(lambda: (now := again()) and now["incarnation"] == 1, "its next life", tell=toy.words)
+    assert toy.endpoint("inference-0")["host"] == "n2" and toy.snapshot().restarts == {"inference-0": 1}
     finish(toy)
 
 
