@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SERVE, TRAIN, SlurmToy, run_cli, wait_for
+from tests.slurm.virtual import RECIPE, SERVE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
 
 
 def add_roles(toy: SlurmToy, engines: int = 2) -> SlurmToy:
@@ -42,7 +44,20 @@ def assert_nothing_is_left(toy: SlurmToy) -> None:
     wait_for(lambda: ask(["squeue", "--noheader"]) == "", "an empty queue", tell=lambda: ask(["squeue"]))
 
 
+@pytest.fixture
+def short_grace(cluster: Cluster) -> Iterator[None]:
+    """SLURM tells a batch process of its preemption when the grace is over, and engines have no other process."""
+    change = ["scontrol", "update", "PartitionName=preemptible"]
+    subprocess.run([*change, "GraceTime=2"], check=True)
+    yield
+    subprocess.run([*change, "GraceTime=60"], check=True)
+
+
+@pytest.mark.usefixtures("short_grace")
 def test_engines_leave_and_come_back_and_end_with_their_run(toy: SlurmToy) -> None:
+    """Their jobs are in a partition of their own, out of which one is taken by a job of another."""
+    layout = {"inference": {"elastic": True, "replicas": 2, "partition": "preemptible"}}
+    toy.recipe = RECIPE | {"layout": layout}
     add_roles(toy).submit()
     for engine in ("inference-0", "inference-1"):
         wait_for_life(toy, engine, 0)
@@ -53,9 +68,13 @@ def test_engines_leave_and_come_back_and_end_with_their_run(toy: SlurmToy) -> No
     wait_until_left(toy, "inference-0")
     assert not toy.run.endpoint("inference-0").exists()
 
-    subprocess.run(["scontrol", "requeue", f"{toy.engines}_1"], check=True)  # as a preemption does in the end
+    host = toy.endpoint("inference-1")["host"]
+    urgent = ["sbatch", "--parsable", "--partition=main", f"--nodelist={host}", "--exclusive"]
+    taker = ask([*urgent, "--output=/dev/null", "--wrap=sleep 600"]).strip()
     wait_until_left(toy, "inference-1")
-    wait_for_life(toy, "inference-1", 1000)
+    wait_for_life(toy, "inference-1", 1000)  # on the node that is free
+    assert toy.endpoint("inference-1")["host"] != host
+    subprocess.run(["scancel", taker], check=True)
 
     endpoint = toy.endpoint("inference-1")
     toy.cluster.on(endpoint["host"], "kill", "-9", str(endpoint["pid"]))
