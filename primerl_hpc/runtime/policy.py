@@ -17,6 +17,8 @@ from primerl_hpc.plan.types import OnExit, PhasePlan
 
 RESTARTS_WITHOUT_PROGRESS = 3
 """Deaths of one process that are forgiven while the run shows no new step."""
+SERVED_WELL_S = 600.0
+"""A run that only serves shows no steps: there, a process that was ready for so long has made progress."""
 
 RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S = 1.0, 60.0
 FINAL = frozenset((ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_CONTINUE))
@@ -51,17 +53,25 @@ class PhasePolicy:
     """Per process: progress at its first death of the current streak, and deaths since."""
 
     def on_exit(
-        self, name: str, code: int, *, progress: int, step: int = 0, is_lost: bool = False
+        self,
+        name: str,
+        code: int,
+        *,
+        progress: int,
+        step: int = 0,
+        is_lost: bool = False,
+        served_s: float = 0.0,
     ) -> Decision:
         """``progress`` is any number that grows with every finished step, also with one that is done again.
 
         ``step`` is the highest one ever finished. ``is_lost``: it ended with its node, which is not the run's fault.
+        ``served_s``: for how long this life of the process was ready.
         """
         process = self.phase.process(name)
         if process.on_exit == OnExit.RESTART:
-            return self._restart(name, code, progress, is_lost)
+            return self._restart(name, code, progress, is_lost, served_s)
         if process.on_exit == OnExit.OPTIONAL:
-            decision = self._restart(name, code, progress, is_lost)
+            decision = self._restart(name, code, progress, is_lost, served_s)
             return (
                 decision
                 if decision.action == Action.RESTART
@@ -92,7 +102,7 @@ class PhasePolicy:
         self.stopped.clear()
         return Decision(Action.RECOVER, delay_s, reason=f"{name} ended before its work was done")
 
-    def _restart(self, name: str, code: int, progress: int, is_lost: bool) -> Decision:
+    def _restart(self, name: str, code: int, progress: int, is_lost: bool, served_s: float) -> Decision:
         if is_lost:
             return Decision(Action.RESTART)
         if code in FINAL:
@@ -100,11 +110,11 @@ class PhasePolicy:
                 Action.FAIL, reason=f"{name} cannot start again: its configuration or data is wrong"
             )
         since, deaths = self._budget.get(name, (progress, 0))
-        if progress > since:
+        only_serves = self.phase.recipe.kind == Kind.INFERENCE
+        if progress > since or (only_serves and served_s >= SERVED_WELL_S):
             since, deaths = progress, 0
         if deaths >= RESTARTS_WITHOUT_PROGRESS:
-            return Decision(
-                Action.FAIL, reason=f"{name} died {deaths + 1} times without a new step of the run in between"
-            )
+            lack = f"serving for {SERVED_WELL_S:.0f} s" if only_serves else "progress of the run"
+            return Decision(Action.FAIL, reason=f"{name} died {deaths + 1} times without {lack} in between")
         self._budget[name] = (since, deaths + 1)
         return Decision(Action.RESTART, delay_s=0.5 * (4**deaths - 1))

@@ -9,13 +9,15 @@ import pytest
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.names import Role
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.runtime.allocation import Allocation, parse_time_left, smallest
-from primerl_hpc.runtime.policy import RESTARTS_WITHOUT_PROGRESS, Action, PhasePolicy
+from primerl_hpc.runtime.policy import RESTARTS_WITHOUT_PROGRESS, SERVED_WELL_S, Action, PhasePolicy
 from primerl_hpc.runtime.requeue import why_not_again
 from primerl_hpc.runtime.srun_step import code_of, srun_command
 from primerl_hpc.runtime.steps import ExitStatus, Launch
+from tests.support import make_plan, process_plan
 
 
 def policy_of(*overrides: str) -> PhasePolicy:
@@ -91,6 +93,28 @@ def test_restarts_are_bounded_by_progress_not_by_count(policy: PhasePolicy) -> N
     for _ in range(RESTARTS_WITHOUT_PROGRESS - 1):
         assert policy.on_exit("inference-0", -9, progress=49).action == Action.RESTART
     assert policy.on_exit("inference-0", -9, progress=49).action == Action.FAIL
+
+
+def test_an_engine_of_a_run_that_only_serves_is_forgiven_when_it_served_for_long(tmp_path: Path) -> None:
+    recipe = {"kind": "inference", "name": "toy", "model": {"name": "a/b"}}
+    policy = PhasePolicy(make_plan(tmp_path, recipe, processes=[process_plan(Role.INFERENCE)]).phases[0])
+
+    def after(served_s: float) -> Action:
+        return policy.on_exit("inference-0", -9, progress=0, served_s=served_s).action
+
+    for _ in range(20):
+        assert after(SERVED_WELL_S) == Action.RESTART
+    for _ in range(RESTARTS_WITHOUT_PROGRESS - 1):
+        assert after(SERVED_WELL_S - 1) == Action.RESTART
+    assert after(SERVED_WELL_S - 1) == Action.FAIL
+
+
+def test_time_alone_is_no_progress_of_a_run_that_trains(policy: PhasePolicy) -> None:
+    actions = [
+        policy.on_exit("inference-0", -9, progress=1, served_s=10 * SERVED_WELL_S).action
+        for _ in range(RESTARTS_WITHOUT_PROGRESS + 1)
+    ]
+    assert actions[-1] == Action.FAIL
 
 
 def test_pauses_before_restarts_grow_and_start_at_nothing(policy: PhasePolicy) -> None:
