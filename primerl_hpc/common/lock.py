@@ -126,8 +126,10 @@ class SupervisorLock:
         return True
 
     def release(self) -> None:
-        if read_json_or_none(self.path) == self.mine:
-            self.path.unlink(missing_ok=True)
+        """One that cannot be given back is stale by itself: its owner is gone."""
+        with contextlib.suppress(OSError):
+            if read_json_or_none(self.path) == self.mine:
+                self.path.unlink(missing_ok=True)
 
 
 def is_process_alive(pid: int) -> bool:

@@ -18,7 +18,7 @@ from primerl_hpc.common.slurm import UNANSWERED
 from primerl_hpc.plan.types import Plan
 
 ANSWER_S = 10.0
-"""For a question that must not hold up a save."""
+"""For one question: whoever asks has a run to look after, or a save that must not be held up."""
 NO_ANSWER = 124
 PATIENCE_S = 20.0
 """How long a SLURM that does not answer is tried again when a job ends: all of it inside `walltime.RESERVE_S`."""
@@ -145,7 +145,7 @@ async def came_together(allocation: Allocation) -> bool:
     """
     if allocation.cpu_host is None:
         return True
-    _, said = await run_slurm(
+    _, said = await insist(
         *("squeue", "--noheader", f"--jobs={allocation.job_id}", "--format=%S %V"),
         environment={**os.environ, "SLURM_TIME_FORMAT": "%s"},
     )
@@ -158,7 +158,7 @@ async def came_together(allocation: Allocation) -> bool:
 async def seconds_left(job_id: str) -> float | None:
     """Until the walltime ends the job; None without a limit, or when SLURM does not say."""
     question = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
-    code, said = await run_slurm(*question, timeout_s=ANSWER_S)
+    code, said = await run_slurm(*question)
     left = parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
     if left is None and code != 0 and (end := os.environ.get("SLURM_JOB_END_TIME")):
         return float(end) - time.time()
@@ -177,7 +177,11 @@ def parse_time_left(text: str) -> float | None:
 async def run_slurm(
     *command: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
 ) -> tuple[int, str]:
-    """Exit code (`NO_ANSWER`: none in time) and everything a SLURM command printed. ``environment``: default, our own."""
+    """Exit code (`NO_ANSWER`: none in time) and everything a SLURM command printed.
+
+    ``environment``: default, our own; ``timeout_s``: default, `ANSWER_S`.
+    """
+    timeout_s = ANSWER_S if timeout_s is None else timeout_s
     try:
         child = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
@@ -195,14 +199,26 @@ async def run_slurm(
     return child.returncode or 0, output.decode(errors="replace").strip(" \n")
 
 
-async def insist(*command: str) -> tuple[int, str]:
+def is_answer(code: int, said: str) -> bool:
+    """Whether SLURM said something, be it a refusal."""
+    return code == 0 or (code != NO_ANSWER and not UNANSWERED.search(said))
+
+
+async def ask(*command: str) -> str | None:
+    """What SLURM answers, "" for a refusal; None when it does not answer."""
+    code, said = await run_slurm(*command)
+    if not is_answer(code, said):
+        return None
+    return said if code == 0 else ""
+
+
+async def insist(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """As `run_slurm`, tried again for `PATIENCE_S` while SLURM does not answer: for what may be done twice."""
     deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
     while True:
         left_s = max(1.0, deadline - time.monotonic())
-        code, said = await run_slurm(*command, timeout_s=min(ANSWER_S, left_s))
-        is_answered = code == 0 or (code != NO_ANSWER and not UNANSWERED.search(said))
-        if is_answered or time.monotonic() + pause_s > deadline:
+        code, said = await run_slurm(*command, environment=environment, timeout_s=min(ANSWER_S, left_s))
+        if is_answer(code, said) or time.monotonic() + pause_s > deadline:
             return code, said
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LAST_PAUSE_S)

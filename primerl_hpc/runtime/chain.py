@@ -69,12 +69,12 @@ async def waiting_links(chain: Chain, mine: str) -> tuple[str, ...]:
 
 async def cancel_links(links: tuple[str, ...]) -> str | None:
     """None when they are out of the queue, else SLURM's words: each then ends by itself as soon as it starts."""
-    code, said = await run_slurm("scancel", *links, timeout_s=ANSWER_S)
+    code, said = await run_slurm("scancel", *links)
     return None if code == 0 else said or f"scancel ended with {code}"
 
 
 async def queue_next_link(run: RunDir, chain: Chain, mine: str) -> tuple[str | None, str]:
-    """(job id, "") of a new link that waits for the end of ``mine``; (None, SLURM's words) when none is known to.
+    """(job id, "") of a new link that waits for the end of ``mine``; (None, why) when none is known to.
 
     Queued as by `submit`, in less time: where SLURM never says whether it took the link, `resume` finds it.
     """
@@ -90,9 +90,12 @@ async def queue_next_link(run: RunDir, chain: Chain, mine: str) -> tuple[str | N
             say=log.warning,
         )
     except RefusedError as error:
-        return None, error.said.strip() or "sbatch failed"
-    except (SchedulerError, OSError) as error:  # a full disk, no sbatch on compute nodes
+        said = error.said.strip() or "sbatch failed"
+        return None, f"the next job cannot be queued from a compute node ({said})"
+    except SchedulerError as error:  # SLURM was silent: it may have taken the job
         return None, str(error)
+    except OSError as error:  # a full disk, no sbatch on compute nodes
+        return None, f"the next job could not be queued ({error})"
     copy.rename(folder / f"{link}_submission.sh")
     job, links = read_json_or_none(run.job) or {}, [*chain.links, link]
     write_json(run.job, {**job, "links": links})

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.runtime.allocation import Allocation, run_slurm
-from primerl_hpc.runtime.failures import supervisor_failure, write_failure
+from primerl_hpc.runtime.allocation import Allocation, ask
+from primerl_hpc.runtime.failures import supervisor_failure
 from primerl_hpc.runtime.preflight import NAME, Preflight, faults
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Nodes:
     def __init__(self, supervisor: Supervisor, allocation: Allocation, earlier: dict[str, Any]) -> None:
         """``earlier``: what `as_state` said in the attempt before."""
         self.supervisor, self.allocation = supervisor, allocation
+        self.journal = supervisor.journal
         self.excluded: dict[str, str] = {}
         """Hosts that this attempt found bad or lost, and why."""
         self.excluded_before = frozenset(earlier.get("ever_excluded", ()))
@@ -43,10 +44,10 @@ class Nodes:
         findings = await Preflight(supervisor.run_dir, wants, self.allocation, log).look()
         for host, told in faults(findings, "warn").items():
             for each in told:
-                supervisor.record("node_warning", node=host, check=each.check, said=each.said)
+                self.journal.record("node_warning", node=host, check=each.check, said=each.said)
         bad = faults(findings, "bad")
         seconds = round(time.monotonic() - start, 1)
-        supervisor.record("preflight_done", nodes=len(findings), bad=len(bad), in_s=seconds)
+        self.journal.record("preflight_done", nodes=len(findings), bad=len(bad), in_s=seconds)
         if self.exclude({host: f"{told[0].check}: {told[0].said}" for host, told in bad.items()}):
             return True
         host, (first, *_) = next(iter(bad.items()))
@@ -61,7 +62,7 @@ class Nodes:
         """failure.json for too few good nodes."""
         failure = supervisor_failure(
             attempt=self.supervisor.attempt,
-            phase=self.supervisor.state["phase"],
+            phase=self.journal.state["phase"],
             process=process,
             node=host,
             exit_code=ExitCode.BAD_NODE,
@@ -69,23 +70,26 @@ class Nodes:
             message=message,
             log=log,
         )
-        write_failure(self.supervisor.run_dir, failure | {"check": check})
+        self.journal.write_failure(failure | {"check": check})
 
-    async def find_lost(self, hosts: Collection[str]) -> dict[str, str]:
+    async def find_lost(self, hosts: Collection[str]) -> dict[str, str] | None:
         """Which of ``hosts`` are gone, and why: SLURM took them out of the job, or hears nothing from them.
+
+        None when SLURM does not answer: nobody knows.
 
         With ``--no-kill``, which spare nodes bring with them, a job lives on without a lost node. Its steps there end
         when SLURM calls the node DOWN, which may take minutes; a role that lost a peer there ends earlier.
         """
         job = self.allocation.job_id
-        code, mine = await run_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%N")
-        if code or not mine:
-            return {}
+        if not (mine := await ask("squeue", "--noheader", f"--jobs={job}", "--format=%N")):
+            return None if mine is None else {}
         parts = ",".join(mine.split())  # a line per component
-        _, names = await run_slurm("scontrol", "show", "hostnames", parts)
+        if not (names := await ask("scontrol", "show", "hostnames", parts)):
+            return None if names is None else {}
         lost = {host: "lost: it is no longer part of the job" for host in hosts if host not in names.split()}
         asked = f"--nodes={','.join(hosts)}"
-        _, states = await run_slurm("sinfo", "--noheader", "--Node", asked, "--format=%N %T")
+        if (states := await ask("sinfo", "--noheader", "--Node", asked, "--format=%N %T")) is None:
+            return None
         for line in states.splitlines():
             host, _, state = line.strip().partition(" ")
             if host in hosts and (state.endswith("*") or state.startswith(("down", "fail"))):
@@ -100,9 +104,7 @@ class Nodes:
         instead = dict(zip(before.hosts, self.allocation.hosts, strict=True))
         for host, why in bad.items():
             spare = instead.get(host)
-            self.supervisor.record(
-                "node_excluded", node=host, why=why, spare=spare if spare != host else None
-            )
+            self.journal.record("node_excluded", node=host, why=why, spare=spare if spare != host else None)
         self.supervisor.set_nodes(self.allocation.hosts, self.as_state())
         return after is not None
 

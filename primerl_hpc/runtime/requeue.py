@@ -12,7 +12,7 @@ import signal
 from collections.abc import Collection, Set
 from typing import Any
 
-from primerl_hpc.runtime.allocation import ANSWER_S, insist, run_slurm
+from primerl_hpc.runtime.allocation import insist, run_slurm
 
 WALLTIME = "walltime"
 """The reason in control/stop of a run that must save before its job ends, whoever saw it first."""
@@ -61,9 +61,7 @@ async def requeue(job_id: str, without: Collection[str] = ()) -> str | None:
 
 async def excluded_hosts(job_id: str) -> str:
     """In SLURM's own notation; empty for none."""
-    code, said = await run_slurm(
-        "squeue", "--noheader", f"--jobs={job_id}", "--format=%x", timeout_s=ANSWER_S
-    )
+    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%x")
     return said.strip() if code == 0 else ""
 
 
@@ -75,7 +73,7 @@ async def _exclude(job_id: str, before: str, more: Collection[str]) -> None:
     """
     hosts = ",".join(filter(None, [before, *sorted(more)]))
     for _ in range(EXCLUDE_TRIES):
-        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}", timeout_s=ANSWER_S)
+        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}")
         if await excluded_hosts(job_id) not in ("", before):
             return
         await asyncio.sleep(EXCLUDE_PAUSE_S)

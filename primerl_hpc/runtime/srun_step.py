@@ -22,7 +22,8 @@ from pathlib import Path
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import is_there, read_json_or_none
-from primerl_hpc.runtime.allocation import Allocation, run_slurm
+from primerl_hpc.runtime.allocation import Allocation, insist
+from primerl_hpc.runtime.journal import patiently
 from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 PEERS_WAIT_S = 10
@@ -133,7 +134,7 @@ class SrunStep:
         code = await self.child.wait()
         if code < 0:  # srun itself was killed; its tasks live on without it
             await self._end_lost_step()
-        return self._told_exit(code)
+        return await patiently(lambda: self._told_exit(code))
 
     async def terminate(self) -> None:
         self._signal(signal.SIGUSR1)
@@ -177,11 +178,11 @@ class SrunStep:
     async def _end_lost_step(self) -> None:
         """By its id, which is looked up by name: step numbers do not follow the order of starts."""
         job = ",".join(self.allocation.job_ids) or self.allocation.job_id
-        _, steps = await run_slurm("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j")
+        _, steps = await insist("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j")
         for line in steps.splitlines():
             step, _, name = line.strip().partition("|")
             if name == self.launch.process.name:
-                await run_slurm("scancel", "--signal=KILL", step)  # some versions complain, and do it
+                await insist("scancel", "--signal=KILL", step)  # some versions complain, and do it
 
 
 def code_of(how: str, otherwise: int) -> int:

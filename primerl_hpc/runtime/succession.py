@@ -28,6 +28,7 @@ from primerl_hpc.runtime.chain import (
     why_fault_ends_chain,
     why_not_begin,
 )
+from primerl_hpc.runtime.journal import patiently
 from primerl_hpc.runtime.phase import PhaseEnd
 from primerl_hpc.runtime.requeue import requeue, why_not_again
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 class Succession:
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor, self.run_dir = supervisor, supervisor.run_dir
+        self.journal = supervisor.journal
         self.job = os.environ.get("SLURM_JOB_ID", "")
         self.chain: Chain | None = None
 
@@ -46,29 +48,30 @@ class Succession:
         self.chain = read_chain(self.run_dir, self.job)
         if self.chain is None:
             return None
-        supervisor, earlier = self.supervisor, read_json_or_none(self.run_dir.state) or {}
-        verdict = why_not_begin(self.chain, self.job, earlier, supervisor.begins())
+        earlier = read_json_or_none(self.run_dir.state) or {}
+        verdict = why_not_begin(self.chain, self.job, earlier, self.supervisor.begins())
         if verdict is None:
             return None
         state, why = verdict
-        supervisor.record("link_idle", job=self.job, reason=why)
+        self.journal.record("link_idle", job=self.job, reason=why)
         if (
             earlier.get("state") != state
         ):  # the one before was killed; nobody has said yet that the run is over
-            supervisor.state = earlier
+            self.journal.state = earlier
             await self.end()
-            supervisor.set_state(state, message=why)
-            supervisor.record("run_failed", message=why)
+            self.journal.set_state(state, message=why)
+            self.journal.record("run_failed", message=why)
         return ExitCode.DONE if state == RunState.DONE else ExitCode.NO_CONTINUE
 
     async def hand_over(self, end: PhaseEnd, saved: int) -> str | None:
         """None when somebody goes on after step ``saved``; else why nobody does ("": people asked for the end)."""
-        request, signals = read_json_or_none(self.run_dir.stop_request) or {}, self.supervisor.signals
+        request = await patiently(lambda: read_json_or_none(self.run_dir.stop_request)) or {}
+        signals = self.supervisor.signals
         progressed = self.supervisor.has_finished_a_phase or saved > self.supervisor.resumed_from
         waiting = await self._waiting()
         if end == PhaseEnd.FAILED:
-            failure = read_json_or_none(self.run_dir.failure) or {}
-            reason = why_fault_ends_chain(failure, progressed=progressed) if waiting else ""
+            fault = self.journal.failure
+            reason = why_fault_ends_chain(fault, progressed=progressed) if waiting else ""
         else:
             reason = why_not_again(request, signals, progressed=progressed, is_followed=bool(waiting))
         if reason is not None:
@@ -84,7 +87,7 @@ class Succession:
         """Take the links that are not needed any more out of the queue."""
         if waiting := await self._waiting():
             refused = await cancel_links(waiting)
-            self.supervisor.record("chain_ended", cancelled=",".join(waiting), refused=refused)
+            self.journal.record("chain_ended", cancelled=",".join(waiting), refused=refused)
 
     async def _waiting(self) -> tuple[str, ...]:
         return await waiting_links(self.chain, self.job) if self.chain is not None else ()
@@ -96,12 +99,13 @@ class Succession:
         """
         supervisor = self.supervisor
         without = sorted(supervisor.nodes.excluded) if supervisor.nodes is not None else []
-        supervisor.set_state(RunState.PENDING, message=f"back in the queue, goes on after step {saved}")
+        self.journal.set_state(RunState.PENDING, message=f"back in the queue, goes on after step {saved}")
+        await self.journal.settle()
         supervisor.lock.release()
         if (refused := await requeue(self.job, without)) is None:
-            supervisor.record("run_requeued", after_step=saved, without=without or None)
+            self.journal.record("run_requeued", after_step=saved, without=without or None)
             return None
-        supervisor.record("requeue_refused", message=refused)
+        self.journal.record("requeue_refused", message=refused)
         return f"SLURM does not requeue it: {refused}"
 
     async def _leave_to_next_link(self, chain: Chain, waiting: tuple[str, ...], saved: int) -> str | None:
@@ -113,10 +117,9 @@ class Succession:
         if link is None:
             link, refused = await queue_next_link(self.run_dir, chain, self.job)
             if link is None:
-                self.supervisor.record("link_refused", message=refused)
-                why = f"the next job cannot be queued from a compute node ({refused})"
-                return f"saved after step {saved}, but {why}; {advice}"
+                self.journal.record("link_refused", message=refused)
+                return f"saved after step {saved}, but {refused}; {advice}"
             chain = Chain((*chain.links, link), is_until_done=True)
-        self.supervisor.set_state(RunState.PENDING, message=f"{chain.place(link)} goes on after step {saved}")
-        self.supervisor.record("link_ended", next_job=link, after_step=saved)
+        self.journal.set_state(RunState.PENDING, message=f"{chain.place(link)} goes on after step {saved}")
+        self.journal.record("link_ended", next_job=link, after_step=saved)
         return None

@@ -18,12 +18,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError
-from primerl_hpc.common.events import record_event
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json, write_text
 from primerl_hpc.common.lock import TOUCH_EVERY_S, SupervisorLock
 from primerl_hpc.common.log import setup_logging
@@ -31,13 +30,12 @@ from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key, forget_endpoints
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
 from primerl_hpc.runtime.allocation import came_together, read_allocation, run_slurm, seconds_left
-from primerl_hpc.runtime.failures import supervisor_failure, write_failure
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, end_descendants, prctl
+from primerl_hpc.runtime.journal import Journal, patiently
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.nodes import Nodes
 from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
 from primerl_hpc.runtime.requeue import CANCEL, WALLTIME
-from primerl_hpc.runtime.reserve import FULL, Reserve
 from primerl_hpc.runtime.srun_step import SrunStep
 from primerl_hpc.runtime.steps import Launch, Step
 from primerl_hpc.runtime.succession import Succession
@@ -52,22 +50,16 @@ class Supervisor:
         self.run_dir = run
         self.plan: Plan = load_plan(run)
         self.lock = SupervisorLock(run.supervisor_lock)
-        self.reserve = Reserve(run.reserve)
-        earlier = read_json_or_none(run.state) or {}
-        self.attempt = int(earlier.get("attempt", 0)) + 1
-        self.state: dict[str, Any] = {}
+        self.earlier: dict[str, Any] = read_json_or_none(run.state) or {}
+        self.attempt = int(self.earlier.get("attempt", 0)) + 1
+        self.journal = Journal(run, self.attempt)
         self.current: PhaseRun | None = None
         self.nodes: Nodes | None = None
-        self.nodes_before: dict[str, Any] = earlier.get("nodes") or {}
         self.succession = Succession(self)
         self.ends_at = math.inf  # on the monotonic clock: when the walltime is over
-        self.slowest_save_s: float | None = earlier.get("slowest_save_s")
         self.resumed_from = 0
         self.has_finished_a_phase = False
         self.signals: set[int] = set()
-        self.is_closing = False
-        self.is_taken_over = False
-        """The lock is another supervisor's: the run directory is no longer ours to write."""
         self.main: asyncio.Task[Any] | None = None
 
     # -- one attempt ---------------------------------------------------------------------------------------------
@@ -85,14 +77,14 @@ class Supervisor:
                 return await self._end_before_start()
             await self._read_allocation()
             if self.nodes is not None and not await came_together(self.nodes.allocation):
-                self.is_closing = True
+                self.journal.is_closing = True
                 return await self._come_back_whole()
             if self.nodes is not None and not await self.nodes.look():
-                self.is_closing = True
+                self.journal.is_closing = True
                 return await self._give_nodes_back(self.nodes)
             return await self._run_phases()
         except asyncio.CancelledError:
-            if not self.is_taken_over:  # a signal before the first phase
+            if not self.journal.is_taken_over:  # a signal before the first phase
                 return await self._end_before_start()
             raise OccupiedError(
                 "another supervisor took this run directory over", place=str(self.run_dir.root)
@@ -100,77 +92,89 @@ class Supervisor:
         except PrimerlError:
             raise
         except Exception as error:
-            if not self.state:
+            if not self.journal.state:
                 raise
             return await self._fail_by_ourselves(error)
         finally:
-            await self._drop_waiting_engines()
+            await self.journal.settle()
+            with contextlib.suppress(OSError):
+                await self._drop_waiting_engines()
             heartbeat.cancel()
             end_descendants(grace_s=0.0)  # orphans whose guard was killed came to us: we are their subreaper
-            if not self.is_taken_over:
-                self.reserve.release()
+            if not self.journal.is_taken_over:
+                self.journal.reserve.release()
             self.lock.release()
             # one that comes now finds a loop that is being closed; how we end is decided
             signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
     async def _run_phases(self) -> ExitCode:
+        journal = self.journal
         for phase in self.plan.phases:
-            if is_phase_done(self.run_dir.phase(phase.name), phase):
+            run = self.run_dir.phase(phase.name)
+            if await patiently(lambda run=run, phase=phase: is_phase_done(run, phase)):
                 continue
-            resumed = self.resumed_from = self.prepare_phase(phase)
-            self.state.setdefault("began", {"phase": phase.name, "step": resumed})
-            self.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
-            self.record("phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed)
+            resumed = self.resumed_from = await patiently(lambda phase=phase: self.prepare_phase(phase))
+            journal.state.setdefault("began", {"phase": phase.name, "step": resumed})
+            journal.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
+            journal.record(
+                "phase_started", phase=phase.name, kind=phase.recipe.kind.value, resumed_from=resumed
+            )
             self.current = PhaseRun(self, phase)
             end = await self.current.run()
             if end != PhaseEnd.DONE:
-                self.is_closing = True
-                return await self._close(end, self.run_dir.phase(phase.name).latest_checkpoint() or 0)
+                journal.is_closing = True
+                return await self._close(end, await patiently(run.latest_checkpoint) or 0)
             self.has_finished_a_phase = True
-            self.record("phase_done", phase=phase.name)
+            journal.record("phase_done", phase=phase.name)
         await self.succession.end()
-        self.set_state(RunState.DONE)
-        self.record("run_done")
+        journal.set_state(RunState.DONE)
+        journal.record("run_done")
         return ExitCode.DONE
 
     async def _end_before_start(self) -> ExitCode:
         """People, or the scheduler, want the end before anything has begun."""
-        self.is_closing = True
-        return await self._close(PhaseEnd.ABANDONED, (self.begins() or {"step": 0})["step"])
+        self.journal.is_closing = True
+        return await self._close(PhaseEnd.ABANDONED, await self._saved())
 
     async def _fail_by_ourselves(self, error: Exception) -> ExitCode:
         """What nobody foresaw is told like any other fault."""
         log.exception("the supervisor failed")
-        self.is_closing = True
+        self.journal.is_closing = True
         told = f"{type(error).__name__}: {error}"
-        self.write_own_failure("the supervisor failed", told, ExitCode.FAILED)
-        return await self._close(PhaseEnd.FAILED, (self.begins() or {"step": 0})["step"])
+        self.journal.write_own_failure("the supervisor failed", told, ExitCode.FAILED)
+        return await self._close(PhaseEnd.FAILED, await self._saved())
+
+    async def _saved(self) -> int:
+        """The step after which an attempt would go on now."""
+        return (await patiently(self.begins) or {"step": 0})["step"]
 
     async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
+        journal = self.journal
+        await journal.settle()
         reason = await self.succession.hand_over(end, saved) if self.nodes is not None else ""
         if reason is None:
             codes = {PhaseEnd.STOPPED: ExitCode.STOPPED, PhaseEnd.ABANDONED: ExitCode.PREEMPTED}
             return codes.get(end, ExitCode.FAILED)
         await self.succession.end()
-        self.run_dir.stop_request.unlink(missing_ok=True)  # served
-        self.state["message"] = reason or None
+        journal.write(lambda: self.run_dir.stop_request.unlink(missing_ok=True))  # served
+        journal.state["message"] = reason or None
         if end == PhaseEnd.ABANDONED and self.current is not None and self.current.is_out_of_nodes:
             return self._fail(reason)
         if end == PhaseEnd.ABANDONED and not reason:  # people asked for it
-            self.set_state(RunState.CANCELLED)
-            self.record("run_cancelled")
+            journal.set_state(RunState.CANCELLED)
+            journal.record("run_cancelled")
             return ExitCode.PREEMPTED
         if end in (PhaseEnd.STOPPED, PhaseEnd.ABANDONED):
-            self.set_state(RunState.STOPPED)
-            self.record("run_stopped")
+            journal.set_state(RunState.STOPPED)
+            journal.record("run_stopped")
             return ExitCode.STOPPED if end == PhaseEnd.STOPPED else ExitCode.PREEMPTED
         return self._fail(reason)
 
     def _fail(self, reason: str = "") -> ExitCode:
-        failure = read_json_or_none(self.run_dir.failure) or {}
+        failure = self.journal.failure
         message = reason or failure.get("message")
-        self.set_state(RunState.FAILED, message=message)
-        self.record("run_failed", process=failure.get("process"), message=message)
+        self.journal.set_state(RunState.FAILED, message=message)
+        self.journal.record("run_failed", process=failure.get("process"), message=message)
         code = failure.get("exit_code")
         keeps = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE, ExitCode.BAD_NODE)
         return ExitCode(code) if code in keeps else ExitCode.FAILED
@@ -178,18 +182,17 @@ class Supervisor:
     async def _give_nodes_back(self, nodes: Nodes) -> ExitCode:
         """Too few good nodes: back into the queue without the bad ones, unless the last attempt tried just that."""
         if nodes.has_news:
-            saved = (self.begins() or {"step": 0})["step"]
-            if await self.succession.go_back_into_the_queue(saved) is None:
+            if await self.succession.go_back_into_the_queue(await self._saved()) is None:
                 return ExitCode.BAD_NODE
         else:
-            self.record("nodes_bad_again", nodes=sorted(nodes.excluded))
+            self.journal.record("nodes_bad_again", nodes=sorted(nodes.excluded))
         await self.succession.end()
         return self._fail()
 
     async def _come_back_whole(self) -> ExitCode:
         """This component of a heterogeneous job was lost and came back alone: the whole job goes into the queue again."""
-        self.record("came_back_alone", host=self.state["host"])
-        reason = await self.succession.go_back_into_the_queue((self.begins() or {"step": 0})["step"])
+        self.journal.record("came_back_alone", host=self.journal.state["host"])
+        reason = await self.succession.go_back_into_the_queue(await self._saved())
         if reason is None:
             return ExitCode.PREEMPTED
         await self.succession.end()
@@ -214,8 +217,8 @@ class Supervisor:
         for stale in ("endpoints", "errors", "outcomes", "restart_requests", "broadcast"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
-        self.reserve.make()
-        self.state = {
+        self.journal.reserve.make()
+        state = self.journal.state = {
             "attempt": self.attempt,
             "state": RunState.STARTING.value,
             "phase": None,
@@ -225,11 +228,10 @@ class Supervisor:
             "started": round(time.time(), 3),
             "message": None,
             "processes": {},
+            "slowest_save_s": self.earlier.get("slowest_save_s"),
         }
-        self.set_state(RunState.STARTING)
-        self.record(
-            "attempt_started", attempt=self.attempt, host=self.state["host"], job=self.state["job_id"]
-        )
+        self.journal.set_state(RunState.STARTING)
+        self.journal.record("attempt_started", attempt=self.attempt, host=state["host"], job=state["job_id"])
 
     def begins(self) -> dict[str, Any] | None:
         """Phase and step at which an attempt would begin now; None when every phase is done."""
@@ -256,7 +258,7 @@ class Supervisor:
         if self.plan.scheduler != "slurm":
             return
         allocation = read_allocation(self.plan)
-        self.nodes = Nodes(self, allocation, self.nodes_before)
+        self.nodes = Nodes(self, allocation, self.earlier.get("nodes") or {})
         self.set_nodes(allocation.hosts, self.nodes.as_state())
         await self.look_at_walltime()
 
@@ -266,7 +268,7 @@ class Supervisor:
         Not after a failure: SLURM may put the job of a lost node back into the queue.
         """
         engines = (read_json_or_none(self.run_dir.job) or {}).get("engines_job_id")
-        if engines is not None and self.state.get("state") in (
+        if engines is not None and self.journal.state.get("state") in (
             RunState.DONE,
             RunState.STOPPED,
             RunState.CANCELLED,
@@ -278,68 +280,27 @@ class Supervisor:
         assert self.nodes is not None
         if (left := await seconds_left(self.nodes.allocation.job_id)) is not None:
             self.ends_at = time.monotonic() + left
-            self.set_state(RunState(self.state["state"]), ends_at=round(time.time() + left))
+            self.journal.update(ends_at=round(time.time() + left))
 
     def seconds_left(self) -> float:
         """Until the walltime; infinite without one."""
         return self.ends_at - time.monotonic()
 
-    def set_process(self, name: str, **values: Any) -> None:
-        self.state["processes"].setdefault(name, {}).update(values)
-        self.set_state(RunState(self.state["state"]))
-
     def set_nodes(self, hosts: Sequence[str], nodes: dict[str, Any]) -> None:
         """``hosts`` by node index of the plan; ``nodes``: what `Nodes` wants to know in the next attempt."""
-        write_text(self.run_dir.attempt_hosts(self.attempt), "\n".join(hosts) + "\n")
-        self.set_state(RunState(self.state["state"]), hosts=list(hosts), nodes=nodes)
-
-    def set_state(self, state: RunState, **values: Any) -> None:
-        self.state.update(state=state.value, updated=round(time.time(), 3), **values)
-        self.state["slowest_save_s"] = self.slowest_save_s
-        self.write(lambda: write_json(self.run_dir.state, self.state))
-
-    def write(self, write: Callable[[], object], *, is_vital: bool = False) -> None:
-        """On a full disk only last words and what is vital are written, with the reserve's space; the rest is dropped.
-
-        The run then ends by the fault of the role that needs the space, not by ours.
-        """
-        if self.is_taken_over:
-            return
-        try:
-            write()
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            if is_vital or self.is_closing:
-                self.reserve.spend()
-                with contextlib.suppress(OSError):
-                    write()
-
-    def write_own_failure(self, reason: str, message: str, code: ExitCode) -> None:
-        failure = supervisor_failure(
-            attempt=self.attempt,
-            phase=self.state.get("phase"),
-            process="supervisor",
-            node=socket.gethostname(),
-            exit_code=code,
-            reason=reason,
-            message=message,
-        )
-        self.write(lambda: write_failure(self.run_dir, failure), is_vital=True)
+        told = "\n".join(hosts) + "\n"
+        self.journal.write(lambda: write_text(self.run_dir.attempt_hosts(self.attempt), told))
+        self.journal.update(hosts=list(hosts), nodes=nodes)
 
     def forget_endpoints(self, process: str) -> None:
         """Of a process of ours that has ended; a successor of this supervisor has processes of the same names."""
-        if self._is_owner():
-            forget_endpoints(self.run_dir, process)
-
-    def set_stopping(self) -> None:
-        self.set_state(RunState.STOPPING)
-
-    def record(self, event: str, **details: Any) -> None:
-        self.write(lambda: record_event(self.run_dir, event, **details))
-        log.info(
-            "%s %s", event, " ".join(f"{key}={value}" for key, value in details.items() if value is not None)
+        self.journal.write(
+            lambda: forget_endpoints(self.run_dir, process) if self._is_owner() else None, is_vital=True
         )
+
+    def request_stop(self, reason: str) -> None:
+        """As people do, for everybody who looks at control/stop."""
+        self.journal.write(lambda: write_json(self.run_dir.stop_request, {"reason": reason}), is_vital=True)
 
     # -- signals, heartbeat, strays -------------------------------------------------------------------------------------
 
@@ -351,15 +312,15 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal went away; the run stays
 
     def _on_signal(self, number: int) -> None:
-        self.record("signal", signal=signal.Signals(number).name)
+        self.journal.record("signal", signal=signal.Signals(number).name)
         self.signals.add(number)
-        if self.is_closing:
+        if self.journal.is_closing:
             return
         if self.current is not None:
             self.current.on_signal(number)
         elif self.main is not None:
             if number == signal.SIGUSR2:
-                self.write(lambda: write_json(self.run_dir.stop_request, {"reason": WALLTIME}), is_vital=True)
+                self.request_stop(WALLTIME)
             self.main.cancel()
 
     async def _keep_lock_alive(self) -> None:
@@ -370,10 +331,10 @@ class Supervisor:
 
     def _is_owner(self) -> bool:
         """Says that we live, and finds out whether the run directory is still ours."""
-        if not self.is_taken_over:
+        if not self.journal.is_taken_over:
             with contextlib.suppress(OSError):  # a filesystem that falters says nothing of the lock
-                self.is_taken_over = not self.lock.touch()
-        return not self.is_taken_over
+                self.journal.is_taken_over = not self.lock.touch()
+        return not self.journal.is_taken_over
 
 
 def is_phase_done(run: RunDir, phase: PhasePlan) -> bool:

@@ -126,7 +126,7 @@ class WalltimeWatch:
         self.is_rl = phase.recipe.kind == Kind.RL
         margin_s = supervisor.plan.signal_margin_s
         self.is_watched = supervisor.nodes is not None and margin_s is not None
-        self.deadline = Deadline(margin_s or 0, supervisor.slowest_save_s)
+        self.deadline = Deadline(margin_s or 0, supervisor.journal.state.get("slowest_save_s"))
         self.next_question = time.monotonic() + LOOK_AGAIN_S
         self.progress = -1
         self.rows: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class WalltimeWatch:
         self.deadline.learn(
             self.rows, attempt=attempt, batch=self.batch, checkpoint=checkpoint, now=time.monotonic()
         )
-        self.supervisor.slowest_save_s = self.deadline.save_s
+        self.supervisor.journal.state["slowest_save_s"] = self.deadline.save_s
 
     def words(self) -> dict[str, float | None]:
         """What is known, for the event of the stop."""

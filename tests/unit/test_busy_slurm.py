@@ -17,12 +17,20 @@ from click.testing import CliRunner
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.chain import Chain
 from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import UnansweredError
 from primerl_hpc.launch.cancel import cancel_run
 from primerl_hpc.runtime import allocation
+from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.chain import queue_next_link, waiting_links
+from primerl_hpc.runtime.nodes import Nodes
+from primerl_hpc.runtime.phase import PhaseRun
 from primerl_hpc.runtime.requeue import requeue
+from primerl_hpc.runtime.running import Running
+from primerl_hpc.runtime.steps import ExitStatus, Launch
+from primerl_hpc.runtime.supervisor import Supervisor
+from tests.support import make_plan, process_plan
 from tests.unit.test_cli import folder  # noqa: F401
 
 BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
@@ -227,3 +235,62 @@ def test_a_running_chain_is_asked_to_stop_though_slurm_is_silent(
     cancel_run(run, now=False, wait=False)
     assert read_json(run.stop_request) == {"reason": "cancel", "now": False}
     assert "in the queue still" in capsys.readouterr().err
+
+
+SILENT = pytest.mark.parametrize("silence", [BUSY, "exec sleep 60"], ids=["busy", "away"])
+
+
+def end_of_trainer(run: RunDir) -> tuple[PhaseRun, Running]:
+    """A trainer that has just died on n1, where n2 is spare."""
+    recipe = {"kind": "rl", "name": "toy", "model": {"name": "a/b"}, "max_steps": 3}
+    recipe["environments"] = {"train": [{"id": "x"}]}
+    plan = make_plan(run.root, recipe, processes=[process_plan(Role.TRAINER)])
+    write_json(run.plan, plan.model_copy(update={"spare_nodes": 1}).model_dump(mode="json"))
+    supervisor = Supervisor(run)
+    supervisor._open_attempt()
+    order = ("n1", "n2")
+    allocation_ = Allocation(("n1",), 1, False, 0, job_id="7", spares=("n2",), order=order)
+    supervisor.nodes = Nodes(supervisor, allocation_, {})
+    phase = PhaseRun(supervisor, supervisor.plan.phases[0])
+    trainer = phase.running["trainer-0"]
+    trainer.launch = Launch(trainer.process, run, "main", 1, 0)
+    trainer.hosts, trainer.ended, trainer.restart_at = ("n1",), ExitStatus(1), None
+    return phase, trainer
+
+
+@SILENT
+def test_whether_a_node_is_lost_is_not_decided_before_slurm_answers(
+    commands: Callable[..., Path], run: RunDir, monkeypatch: pytest.MonkeyPatch, silence: str
+) -> None:
+    monkeypatch.setattr(allocation, "ANSWER_S", 0.5)
+    commands(
+        squeue=f"[ $call = 1 ] && {silence}\necho n2",
+        scontrol=f"[ $call = 1 ] && {silence}\necho n2",
+        sinfo=f"[ $call = 1 ] && {silence}\necho n2 idle",
+    )
+    phase, trainer = end_of_trainer(run)
+    for _ in range(3):
+        assert asyncio.run(phase._on_exit(trainer)) is None
+        assert trainer.ended is not None and trainer.restart_at is None
+    assert asyncio.run(phase._on_exit(trainer)) is None
+    assert trainer.ended is None and trainer.restart_at is not None
+    assert phase.supervisor.nodes is not None and phase.supervisor.nodes.allocation.hosts == ("n2",)
+
+
+@pytest.mark.parametrize(
+    "sbatch, words",
+    [
+        (BUSY, "SLURM did not say"),
+        ('echo "Access/permission denied" >&2; exit 1', "cannot be queued from a compute node"),
+    ],
+    ids=["silent", "refused"],
+)
+def test_why_no_link_follows_is_told_as_it_happened(
+    commands: Callable[..., Path], run: RunDir, monkeypatch: pytest.MonkeyPatch, sbatch: str, words: str
+) -> None:
+    monkeypatch.setattr("primerl_hpc.runtime.chain.PATIENCE_S", 0.2)
+    commands(sbatch=sbatch, squeue=BUSY)
+    phase, _ = end_of_trainer(run)
+    told = asyncio.run(phase.supervisor.succession._leave_to_next_link(CHAIN, (), 2)) or ""
+    assert told.startswith("saved after step 2, but ") and "primerl-hpc resume" in told
+    assert words in told and ("compute node" in told) == ("compute node" in words)

@@ -1,4 +1,4 @@
-"""The supervisor's space for last words: kept from the start, given back piece by piece, and honest about full disks."""
+"""What the supervisor writes on disks that are full, with the space it keeps for last words, or that falter for a while."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.runtime.journal import FALTERS_S, Journal, Patience
 from primerl_hpc.runtime.reserve import PIECE_BYTES, PIECES, Reserve
-from primerl_hpc.runtime.supervisor import Supervisor
-from tests.support import make_plan, process_plan
 
 
 def held(reserve: Reserve) -> int:
@@ -38,36 +38,49 @@ def test_a_full_disk_is_told_in_the_systems_words(tmp_path: Path) -> None:
     assert reserve.why_full() == "No space left on device"
 
 
-def test_on_a_full_disk_only_what_is_vital_is_written_and_other_faults_are_raised(tmp_path: Path) -> None:
-    from primerl_hpc.common.names import Role
-
-    make_plan(
-        tmp_path / "run",
-        {
-            "kind": "rl",
-            "name": "toy",
-            "model": {"name": "a/b"},
-            "max_steps": 1,
-            "environments": {"train": [{"id": "x"}]},
-        },
-        processes=[process_plan(Role.TRAINER)],
-    )
-    supervisor = Supervisor(RunDir(tmp_path / "run"))
-    supervisor.reserve.make()
+def test_on_a_full_disk_only_what_is_vital_is_written(tmp_path: Path) -> None:
+    journal = Journal(RunDir(tmp_path / "run"), attempt=1)
+    journal.reserve.make()
     tries: list[int] = []
 
     def write() -> None:
-        tries.append(held(supervisor.reserve))
+        tries.append(held(journal.reserve))
         if len(tries) != 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    supervisor.write(write)
+    journal.write(write)
     assert tries == [PIECES * PIECE_BYTES]  # a state that is a moment old is no reason to spend anything
-    supervisor.write(write, is_vital=True)
+    journal.write(write, is_vital=True)
     assert tries[2] == (PIECES - 1) * PIECE_BYTES
+    journal.catch_up()
+    assert len(tries) == 3
 
-    def forbidden() -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
 
-    with pytest.raises(PermissionError):
-        supervisor.write(forbidden, is_vital=True)
+def test_what_a_faltering_run_directory_does_not_take_is_written_later_and_in_order(tmp_path: Path) -> None:
+    """No decision waits for a file, so a write raises nothing; who watches the run hears of it from `catch_up`."""
+    journal = Journal(RunDir(tmp_path / "run"), attempt=1)
+    (tmp_path / "run").write_text("no folder")  # whatever is to be written below it is an OSError
+    journal.record("role_exited", process="trainer-0")
+    journal.record("run_done")
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        journal.catch_up()
+    (tmp_path / "run").unlink()
+    journal.record("run_stopped")
+    written = [row["event"] for row in read_jsonl(journal.run_dir.events)]
+    assert written == ["role_exited", "run_done", "run_stopped"]
+    journal.catch_up()
+
+
+def test_a_run_directory_that_falters_for_a_moment_is_borne_and_one_that_goes_on_is_a_fault() -> None:
+    patience, error = Patience(), OSError(errno.ESTALE, "Stale file handle")
+    with patience.bear():
+        raise error
+    with patience.bear():
+        pass
+    assert patience.since is None
+    with patience.bear():
+        raise error
+    assert patience.since is not None
+    patience.since -= FALTERS_S
+    with pytest.raises(OSError, match="Stale"), patience.bear():
+        raise error

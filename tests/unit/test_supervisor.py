@@ -18,7 +18,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode, OccupiedError
 from primerl_hpc.common.files import read_json, read_json_or_none, read_jsonl, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.rundir import RunDir, rendezvous_name
 from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.observe.diagnose import diagnose, tell
@@ -85,6 +85,10 @@ class Toy:
     def end(self, timeout_s: float = 30.0) -> int:
         assert self.supervisor is not None
         return self.supervisor.wait(timeout=timeout_s)
+
+    def wait_until_it_says(self, words: str) -> None:
+        assert self.supervisor is not None and self.supervisor.stderr is not None
+        assert any(words in line for line in self.supervisor.stderr)
 
     def events(self, name: str) -> list[dict]:
         return [row for row in read_jsonl(self.run.events) if row["event"] == name]
@@ -172,6 +176,25 @@ def test_a_server_that_dies_again_and_again_without_progress_fails_the_run(toy: 
     assert toy.end(60) == ExitCode.FAILED
     assert read_json(toy.run.failure)["process"] == "router-0"
     assert len(toy.events("role_restarting")) == 3
+
+
+def test_an_evaluation_makes_progress_with_every_rollout(toy: Toy) -> None:
+    """It writes one row of metrics per version: an engine that dies now and then must not end it."""
+    code = """
+    with run.traces("eval").open("a") as file: file.write("{}\\n")
+    raise SystemExit(1)
+    """
+    wait = """
+    path = run.traces("eval")
+    while not path.exists() or len(path.read_text().splitlines()) < 6: time.sleep(0.05)
+    """
+    toy.recipe = {name: RECIPE[name] for name in ("name", "model")}
+    toy.recipe |= {"kind": "eval", "environments": {"eval": [{"id": "reverse-text"}]}}
+    toy.add(Role.INFERENCE, PUBLISH + textwrap.dedent(code), OnExit.RESTART)
+    toy.add(Role.EVALUATOR, PUBLISH + textwrap.dedent(wait), OnExit.ENDS_PHASE)
+    (toy.run.root / "traces").mkdir(parents=True)
+    toy.start()
+    assert toy.end(60) == ExitCode.DONE
 
 
 def test_a_server_that_is_not_ready_in_time_is_started_again(toy: Toy) -> None:
@@ -448,6 +471,45 @@ def test_a_filesystem_that_falters_for_a_moment_ends_nothing(toy: Toy) -> None:
     toy.start()
     assert toy.end() == ExitCode.DONE
     assert toy.supervisor.stderr.read().count("the run directory falters") == 1
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_an_exit_that_cannot_be_written_down_at_once_counts_all_the_same(toy: Toy, code: int) -> None:
+    """Lost, it would hold the nodes until the walltime: nothing else happens that anybody waits for."""
+    left = """
+    import sys, time
+    from pathlib import Path
+    from primerl_hpc.common.rundir import RunDir, rendezvous_name
+    left = RunDir(Path(sys.argv[1])).endpoint(rendezvous_name("trainer-0"))
+    """
+    trainer = f"left.mkdir(parents=True)  # to unlink it is an OSError\nsys.exit({code})"
+    orchestrator = "while not left.is_dir(): time.sleep(0.05)\nwhile left.is_dir(): time.sleep(0.05)"
+    toy.add(Role.TRAINER, textwrap.dedent(left) + trainer, OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, textwrap.dedent(left) + orchestrator, OnExit.ENDS_PHASE)
+    toy.start()
+    toy.wait_until_it_says("falters")
+    toy.run.endpoint(rendezvous_name("trainer-0")).rmdir()
+    assert toy.end() == (code or ExitCode.DONE)
+    assert [row["process"] for row in toy.events("role_exited")] == ["trainer-0", "orchestrator-0"]
+
+
+def test_a_recovery_goes_on_when_the_run_directory_answers_again(toy: Toy) -> None:
+    """What lies beyond the checkpoint cannot be deleted for a while: the trainer is not started before that."""
+    code = """
+    run.checkpoints.touch()  # to list it is an OSError
+    sys.exit(1)
+    """
+    again = "\nif (run.root / 'again').exists(): sys.exit(0)\n(run.root / 'again').touch()"
+    toy.recipe = RECIPE | {"recovery": {"in_place": True}}
+    toy.add(Role.TRAINER, PUBLISH + again + textwrap.dedent(code), OnExit.ENDS_PHASE)
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.start()
+    toy.wait_until_it_says("falters")
+    assert toy.events("role_exited") and not toy.events("recovery_started")
+    toy.run.checkpoints.unlink()
+    assert toy.end() == ExitCode.DONE
+    started = [row["incarnation"] for row in toy.events("role_started") if row["process"] == "trainer-0"]
+    assert started == [0, 1] and len(toy.events("recovery_started")) == 1
 
 
 def test_a_second_supervisor_on_the_run_directory_is_refused(toy: Toy) -> None:
