@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, PrimerlError
-from primerl_hpc.common.files import is_there, read_json_or_none, write_json
+from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Role, RunState, process_name
+from primerl_hpc.common.restart_requests import take_restart_request
 from primerl_hpc.common.rundir import RunDir, forget_endpoints, read_endpoint
 from primerl_hpc.common.slurm import is_job_over
 from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.runtime.allocation import seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
+from primerl_hpc.runtime.journal import Patience
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import requeue
@@ -69,14 +71,17 @@ class EngineHost:
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         phase = next(each for each in self.plan.phases if each.elastic)
-        policy = PhasePolicy(phase)
+        policy, patience = PhasePolicy(phase), Patience()
         try:
-            while not self.leaving and not await asyncio.to_thread(self._is_run_over):
-                if self.waiter is None and self._is_wanted(phase) and time.monotonic() >= self.restart_at:
-                    await self._start(phase)
-                if self.waiter is not None and self.waiter.done() and not self._goes_on(policy):
-                    return ExitCode.FAILED
-                await self._look_after()
+            while not self.leaving:
+                with patience.bear():
+                    if await asyncio.to_thread(self._is_run_over):
+                        break
+                    if self.waiter is None and self._is_wanted(phase) and time.monotonic() >= self.restart_at:
+                        await self._start(phase)
+                    if self.waiter is not None and self.waiter.done() and not self._goes_on(policy):
+                        return ExitCode.FAILED
+                    await self._look_after()
                 if await self._is_time_over():
                     self._on_signal(signal.SIGUSR2)
                 await asyncio.sleep(POLL_S)
@@ -89,6 +94,7 @@ class EngineHost:
     async def _start(self, phase: PhasePlan) -> None:
         attempt = int((read_json_or_none(self.run_dir.state) or {}).get("attempt", 1))
         self.run_dir.restart_request(self.name).unlink(missing_ok=True)
+        forget_endpoints(self.run_dir, self.name)
         process = phase.process(self.name)
         launch = Launch(process, self.run_dir, phase.name, attempt, self.incarnation)
         self.step = LocalStep(launch)
@@ -100,9 +106,10 @@ class EngineHost:
     def _goes_on(self, policy: PhasePolicy) -> bool:
         """After the engine's end: whether it is started again, and when."""
         assert self.waiter is not None
+        progress = self.run_dir.progress()  # where this fails nothing is changed, and all of it tried again
         status, self.waiter, self.endpoint = self.waiter.result(), None, None
-        forget_endpoints(self.run_dir, self.name)
-        decision = policy.on_exit(self.name, status.code, progress=self.run_dir.progress())
+        self._forget()
+        decision = policy.on_exit(self.name, status.code, progress=progress)
         log.warning("%s ended: %s; %s %s", self.name, status, decision.action.value, decision.reason)
         self.incarnation += 1
         self.restart_at = time.monotonic() + decision.delay_s
@@ -127,15 +134,14 @@ class EngineHost:
             log.warning("%s was not ready in time", self.name)
             self.ready_by = math.inf
             await self.step.kill()
-        if is_there(self.run_dir.restart_request(self.name)):
+        if take_restart_request(self.run_dir, self.name, self.incarnation) is not None:
             self.endpoint = None
-            self.run_dir.restart_request(self.name).unlink(missing_ok=True)
-            forget_endpoints(self.run_dir, self.name)
+            self._forget()
             await self.step.terminate()
 
     async def _end(self) -> None:
         """First out of the run's sight, then the process."""
-        forget_endpoints(self.run_dir, self.name)
+        self._forget()
         if self.waiter is None or self.step is None:
             return
         await self.step.terminate()
@@ -143,7 +149,12 @@ class EngineHost:
         if late:
             await self.step.kill()
             await asyncio.wait(late, timeout=TEARDOWN_S)
-        forget_endpoints(self.run_dir, self.name)  # it may have published itself in between
+        self._forget()  # it may have published itself in between
+
+    def _forget(self) -> None:
+        """What stays because the run directory falters is not touched any more, which the supervisor sees."""
+        with contextlib.suppress(OSError):
+            forget_endpoints(self.run_dir, self.name)
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +225,9 @@ def main(argv: list[str] | None = None) -> int:
     except PrimerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {arguments[0]}: the run directory does not answer: {error}", file=sys.stderr)
+        return ExitCode.FAILED
 
 
 if __name__ == "__main__":

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from primerl_hpc.common.files import write_json, write_text
+from primerl_hpc.common.files import read_json, write_json, write_text
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.rundir import RunDir, publish_endpoint
+from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint, request_restart
+from primerl_hpc.plan.types import load_plan
 from primerl_hpc.runtime.elastic import SILENT_S, ElasticEngines
 from primerl_hpc.runtime.engine_host import EngineHost
-from tests.support import make_plan, process_plan
+from tests.support import ROOT, make_plan, process_plan, wait_for
 
+SERVE = """
+import sys, time
+from pathlib import Path
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
+publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[3], "http://127.0.0.1:1")
+time.sleep(600)
+"""
 RECIPE = {
     "kind": "rl",
     "name": "toy",
@@ -93,6 +104,60 @@ def test_a_host_ends_with_its_run_and_not_before(
     assert is_wanted == (state == RunState.RUNNING and engines == "7")
     host.started_at -= 3600
     assert host._is_run_over() == (is_over or engines == "8")
+
+
+@pytest.fixture
+def served(run: RunDir, tmp_path: Path) -> Iterator[tuple[RunDir, subprocess.Popen[str], Path]]:
+    """A run whose first elastic engine is up, its host, and what that says."""
+    argv = (sys.executable, "-c", SERVE, str(run.root), "main", "inference-0")
+    plan = load_plan(run)
+    phase = plan.phases[0].model_copy(update={"elastic": (process_plan(Role.INFERENCE, argv=argv),)})
+    write_json(run.plan, plan.model_copy(update={"phases": (phase,)}).model_dump(mode="json"))
+    write_json(run.state, {"state": "running", "attempt": 1, "phase": "main"})
+    log = tmp_path / "host.log"
+    with log.open("w") as file:
+        host = subprocess.Popen(
+            [sys.executable, "-m", "primerl_hpc.runtime.engine_host", str(run.root), "0"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=file,
+            text=True,
+        )
+    try:
+        wait_for(lambda: read_endpoint(run, "inference-0"), "its engine", tell=log.read_text)
+        yield run, host, log
+    finally:
+        host.kill()
+        host.wait()
+
+
+def test_a_host_bears_a_run_directory_that_falters_and_its_engine_stays(
+    served: tuple[RunDir, subprocess.Popen[str], Path],
+) -> None:
+    run, host, log = served
+    kept = run.state.with_name("kept")
+    engine = read_endpoint(run, "inference-0")
+    run.state.rename(kept)
+    run.state.mkdir()  # to read it is an OSError
+    wait_for(lambda: "falters" in log.read_text() or host.poll() is not None, "its look", tell=log.read_text)
+    assert host.poll() is None and read_endpoint(run, "inference-0") == engine
+    run.state.rmdir()
+    write_json(run.state, read_json(kept) | {"state": "done"})
+    assert host.wait(timeout=30) == 0
+
+
+def test_a_host_spares_an_engine_of_which_an_earlier_life_was_complained_of(
+    served: tuple[RunDir, subprocess.Popen[str], Path],
+) -> None:
+    run, _, log = served
+    path, request = run.endpoint("inference-0"), run.restart_request("inference-0")
+    engine, vouched_at = read_json(path), path.stat().st_mtime_ns
+    request_restart(run, "inference-0", engine["incarnation"] + 7, "it did not answer")
+    wait_for(lambda: not request.exists(), "its look", tell=log.read_text)
+    wait_for(lambda: path.exists() and path.stat().st_mtime_ns > vouched_at, "its word", tell=log.read_text)
+    assert read_json(path) == engine
+    request_restart(run, "inference-0", engine["incarnation"], "it did not answer")
+    wait_for(lambda: (read_endpoint(run, "inference-0") or engine) != engine, "its next life")
+    assert read_json(path)["incarnation"] == engine["incarnation"] + 1
 
 
 def test_the_host_of_no_run_ends_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
