@@ -105,6 +105,11 @@ class Evaluator:
     def num_open(self) -> int:
         return len(self.open_versions)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Versions whose evaluation has begun, in this life or an earlier one."""
+        return sorted({*self.open_versions, *self.missed})
+
     def state(self, live: int) -> dict[str, Any]:
         """For a checkpoint, while version ``live`` is: what is not done yet; JSON-able."""
         return {"open": sorted(self.open_versions), "live": live}

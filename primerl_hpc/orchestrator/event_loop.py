@@ -28,6 +28,20 @@ def run_until_done(main: Coroutine[Any, Any, None]) -> None:
             raise _first(ours) from faults
 
 
+async def beside(main: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
+    """``main`` to its end, beside what goes on for ever; the first fault of any of them ends all."""
+    tasks = [asyncio.create_task(each) for each in (*others, main)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Of uvloop; None, which is asyncio's own, where it is not installed."""
     if importlib.util.find_spec("uvloop") is None:

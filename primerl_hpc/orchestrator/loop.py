@@ -15,8 +15,7 @@ import asyncio
 import logging
 import shlex
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
@@ -30,6 +29,7 @@ from primerl_hpc.orchestrator.distillation import Distillation
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
+from primerl_hpc.orchestrator.event_loop import beside
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.metrics import LoopLag, batch_metrics, disk_metrics
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
@@ -180,7 +180,7 @@ class Orchestrator:
         await asyncio.to_thread(self.state.restore, self.run, self.resumed)
         await self._evaluate_missed()
         await self.watcher.load(self.resumed)
-        await _beside(self._train_and_finish(), self.watcher.watch(), self.lag.watch(), self.engines.watch())
+        await beside(self._train_and_finish(), self.watcher.watch(), self.lag.watch(), self.engines.watch())
 
     async def _evaluate_missed(self) -> None:
         """What an earlier life began to evaluate and did not get done; its versions are never live again otherwise."""
@@ -195,7 +195,7 @@ class Orchestrator:
                     version,
                 )
             else:
-                await _beside(self._until_evaluated(), self.watcher.hold(), self.engines.watch())
+                await beside(self._until_evaluated(), self.watcher.hold(), self.engines.watch())
             del self.evaluator.missed[0]
 
     async def _until_evaluated(self) -> None:
@@ -392,14 +392,10 @@ class Orchestrator:
             await asyncio.to_thread(self.follower.follow)  # the trainer's side appeared after the look above
         if self.follower.patience.is_tried:
             return  # saved by another look, when the filesystem answers
-        if unfinished := sorted({*self.evaluator.open_versions, *self.evaluator.missed}):
-            steps = ",".join(map(str, unfinished))
+        if steps := ",".join(map(str, self.evaluator.unfinished)):
             logger.warning(
-                "evaluations of policy versions %s are not done: they are when the run is resumed, or by "
-                "primerl-hpc eval %s --steps %s",
-                steps,
-                shlex.quote(str(self.run.root)),
-                steps,
+                f"evaluations of policy versions {steps} are not done: they are when the run is resumed, or by "
+                f"primerl-hpc eval {shlex.quote(str(self.run.root))} --steps {steps}"
             )
         raise StoppedOnRequest(f"stopped on request after step {stopped_at}, state saved")
 
@@ -409,20 +405,6 @@ class Orchestrator:
             self._following.result()
             self._following = None
         self._following = self._following or asyncio.create_task(asyncio.to_thread(self.follower.follow))
-
-
-async def _beside(main: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """``main`` to its end, beside what goes on for ever; the first fault of any of them ends all."""
-    tasks = [asyncio.create_task(each) for each in (*others, main)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _mean_reward(cut: Cut) -> float:

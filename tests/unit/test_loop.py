@@ -262,7 +262,7 @@ def test_a_stop_names_the_evaluations_that_it_cuts_off_and_what_would_do_them(
         run=run,
         driver=SimpleNamespace(flush=lambda: None, router=RouterAddress(run)),
         distillation=SimpleNamespace(teacher=None),
-        evaluator=SimpleNamespace(open_versions={20}, missed=[10]),
+        evaluator=SimpleNamespace(unfinished=[10, 20]),
         follower=CheckpointFollower(run, "trainer-0"),
         _patience=Patience("the traces"),
         _last_look=-math.inf,

@@ -291,7 +291,7 @@ def test_evaluations_that_were_open_at_a_checkpoint_are_missed_by_the_next_life(
     first.evaluator.open_versions.remove(0)  # done
     first.collect(3)
     first.save(5)
-    assert Life(run, recipe, resumed=5).evaluator.missed == [2]
+    assert first.evaluator.unfinished == Life(run, recipe, resumed=5).evaluator.unfinished == [2]
     write_json(run.fork_note(5), {"run": "other", "step": 5, "skip": []})
     assert Life(run, recipe, resumed=5).evaluator.missed == []  # of another run
 
