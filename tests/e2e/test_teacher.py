@@ -18,6 +18,7 @@ from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.inference.mirror import Mirror
 from primerl_hpc.transport.weights import Chain
 from tests.api import Request, chat_completion, serve
+from tests.e2e.accounts import contradictions
 from tests.e2e.runs import (
     SFT_RECIPE,
     START_S,
@@ -66,7 +67,7 @@ def assert_it_learnt(run: RunDir, loss: str) -> None:
         assert {name for name in ("ce", "ref_kl") if f"loss/{name}" in row} == {loss}, row
 
 
-def test_opd_learns_from_an_engine_that_the_run_starts_for_its_teacher_and_its_engine_follows_deltas(
+def test_opd_learns_from_a_teacher_that_is_killed_and_started_again_and_its_engine_follows_deltas(
     start: Callable[..., RunDir], better_model: Path, work: Path, tmp_path: Path
 ) -> None:
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
@@ -74,9 +75,12 @@ def test_opd_learns_from_an_engine_that_the_run_starts_for_its_teacher_and_its_e
     run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}", weights)
     wait_for(lambda: 1 in versions_served(run), "policy 1 at the engine", START_S)
     run.full_weights_request.touch()
+    process_of(run.root, "teacher-0").kill()
     assert_it_learnt(run, "ref_kl")
+    assert not contradictions(run)
     assert_links_lead_to_the_whole_versions(run, tmp_path)
-    assert "teacher-0" in {row["process"] for row in events(run, "role_ready")}
+    assert [row["process"] for row in events(run, "role_restarting")] == ["teacher-0"]
+    assert [row["process"] for row in events(run, "role_ready")].count("teacher-0") == 2
     assert read_json(run.state)["processes"]["teacher-0"]["log"] == "teacher/0.log"
     said = command("logs", run.root.name, "teacher", "--lines", "2000", cwd=work).stdout
     assert f"serving {better_model}" in said and "serving policy version" not in said
