@@ -142,8 +142,10 @@ def ended(run: RunDir, timeout_s: float = 900.0) -> list[str]:
     deadline = time.monotonic() + timeout_s
     while not take_snapshot(run).state.is_final and time.monotonic() < deadline:
         time.sleep(0.5)
-    state = take_snapshot(run).state.value
-    return ([] if state == "done" else [f"the run is {state}"]) + contradictions(run)
+    state = take_snapshot(run).state
+    if not state.is_final:
+        return [f"the run is {state.value} after {timeout_s:.0f} s"]
+    return ([] if state.value == "done" else [f"the run is {state.value}"]) + contradictions(run)
 
 
 def cancel(run: RunDir) -> None:
