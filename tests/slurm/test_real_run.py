@@ -18,7 +18,7 @@ import pytest
 
 from primerl_hpc.common.files import read_json, read_jsonl
 from primerl_hpc.common.metrics import read_steps
-from primerl_hpc.common.names import RunState
+from primerl_hpc.common.names import WARMUP_PHASE, RunState
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.common.yamldoc import dump_yaml, load_yaml
@@ -111,15 +111,24 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
     cluster.wait_until_idle()
 
 
-def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
+def test_sft_and_then_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
     submit: Callable[..., RealRun], tmp_path: Path
 ) -> None:
-    """A data-parallel engine of two nodes, each with half of the experts, follows links of a trainer of two nodes."""
-    experts = make_tiny_model(tmp_path / "experts", rows=1, experts=4) / "model"
+    """A data-parallel engine of two nodes, each with half of the experts, follows links of a trainer of two nodes.
+
+    It begins with what SFT over two nodes, which saves checkpoints, has written.
+    """
+    tiny = make_tiny_model(tmp_path / "experts", rows=40, experts=4)
+    experts = tiny / "model"
     engine = {"replicas": 1, "data_parallel": 2, "expert_parallel": True}
     layout = {"inference": engine, "trainer": {"ranks": 2}}
     links = {"transport": "delta", "full_interval": 9}
-    recipe = {"layout": layout, "weights": links, "max_steps": 3}
+    warmup = {
+        "max_steps": 4,
+        "sft": {"data": {"path": str(tiny / "sft.jsonl")}, "batch_unit": "samples", "batch_size": 8},
+        "checkpoint": {"interval": 2},
+    }
+    recipe = {"layout": layout, "weights": links, "max_steps": 3, "warmup": warmup}
     real = submit("rl", recipe, "--follow", policy=experts)
     assert real.state == RunState.DONE, real.words()
     assert all(words in real.said for words in ("1/3 reward", "3/3 reward", "run done")), real.said
@@ -133,11 +142,22 @@ def test_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
     wait_for(lambda: {"inference-0", "trainer-0"} <= set(real.steps()), "accounting", tell=real.steps)
     nodes = real.steps()
     assert (nodes["inference-0"], nodes["trainer-0"]) == ("n[1-2]", "n[3-4]")
+    check_sft(real.run.phase(WARMUP_PHASE), nodes["sft-0"])
     assert nodes["orchestrator-0"] == nodes["router-0"] == "n1"
     assert [path.name for path in sorted(real.run.latest_logs.glob("inference/0_*.log"))] == [
         "0_0.log",
         "0_1.log",
     ]
+
+
+def check_sft(run: RunDir, nodes: str) -> None:
+    assert nodes == "n[3-4]"
+    steps = read_steps(run.metrics("sft"))
+    assert list(steps) == [1, 2, 3, 4] and steps[4]["loss/mean"] < steps[1]["loss/mean"]
+    assert run.complete_checkpoints() == [2, 4]
+    for step in (2, 4):
+        assert len(list(run.checkpoint_side(step, "trainer").glob("*.safetensors"))) == 2  # of a rank each
+    assert list(run.stable_weights()) == [4]
 
 
 @pytest.mark.slow
