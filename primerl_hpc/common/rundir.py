@@ -311,6 +311,7 @@ class RunDir:
     def delete_after(self, step: int) -> None:
         """Drop what an earlier life wrote beyond ``step``: rollouts, weights and checkpoints of the lost future.
 
+        Before it, what has no marker: that life died while it deleted it, and nobody would look at it again.
         What is leased (engines outlive a recovery in place) only loses its marker; see `delete_dropped`.
         """
         for folder, marker in (
@@ -323,7 +324,8 @@ class RunDir:
                 continue
             for entry in folder.iterdir():
                 match = _STEP.fullmatch(entry.name)
-                if not (match and int(match[1]) > step) and not entry.name.endswith(".tmp"):
+                is_kept = match and int(match[1]) <= step and is_there(entry / marker)
+                if is_kept or not (match or entry.name.endswith(".tmp")):
                     continue
                 if self.has_lease(entry):
                     with contextlib.suppress(FileNotFoundError):

@@ -117,6 +117,18 @@ def test_the_lost_future_is_dropped_and_the_past_is_kept(tmp_path: Path) -> None
     assert not (run.weights / "step_12.tmp").exists()
 
 
+def test_what_a_killed_life_was_deleting_is_dropped_by_the_next_one(tmp_path: Path) -> None:
+    """A marker goes first, and the big files after it may stay when SIGKILL comes between."""
+    run = RunDir(tmp_path)
+    for folder in (run.checkpoint_side(8, "trainer"), run.weights_step(8)):
+        folder.mkdir(parents=True)
+        (folder / "shard").touch()
+    run.finish_checkpoint_side(9, "trainer", ("trainer",))
+    run.delete_after(9)
+    assert run.complete_checkpoints() == [9]
+    assert not list(tmp_path.rglob("shard"))
+
+
 def test_of_the_lost_future_only_the_marker_goes_where_somebody_reads(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step in (11, 12):
