@@ -5,13 +5,15 @@
         url = read()
     patience.is_tried                           # whether it did at the last look
 
-A full disk is not a moment's fault: that error goes on.
+An error that lasts longer than the limit goes on. Without a limit that of a full disk does at once: it is not a moment's fault.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
+import time
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -20,9 +22,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Patience:
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, limit_s: float = math.inf) -> None:
         """``what``: cannot be seen meanwhile; for the log."""
-        self.what, self.is_tried = what, False
+        self.what, self.limit_s = what, limit_s
+        self._since: float | None = None
+
+    @property
+    def is_tried(self) -> bool:
+        return self._since is not None
 
     def __enter__(self) -> None:
         pass
@@ -31,10 +38,11 @@ class Patience:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is None:
-            self.is_tried = False
-        if not isinstance(error, OSError) or error.errno in FULL:
+            self._since = None
+        if not isinstance(error, OSError) or (error.errno in FULL and self.limit_s == math.inf):
             return False
-        if not self.is_tried:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
             logger.warning("cannot see %s, trying again: %s", self.what, error)
-        self.is_tried = True
-        return True
+        return now - self._since <= self.limit_s

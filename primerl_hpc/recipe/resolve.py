@@ -11,9 +11,10 @@ from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.yamldoc import Document
+from primerl_hpc.recipe.combinations import MAX_SERVED_RANK
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import LoadedRecipe
-from primerl_hpc.recipe.schema import MAX_SERVED_RANK, Model, Recipe
+from primerl_hpc.recipe.schema import Model, Recipe
 from primerl_hpc.recipe.sft_rows import check_row
 from primerl_hpc.recipe.sft_schema import SFT, SFTData
 from primerl_hpc.recipe.sft_tables import first_jsonl_rows

@@ -3,7 +3,8 @@
 `Recipe` mirrors the YAML top to bottom. Blocks about the run as a whole are in ``run_schema.py``, about models in
 ``model_schema.py``, about what runs where in ``layout_schema.py``, about rollouts in ``rollout_schema.py`` and
 ``algorithm_schema.py``, about the optimizer, losses, data and checkpoints in ``training_schema.py``. Values that several
-roles need are written once and read from here by all of them. Derived values are properties.
+roles need are written once and read from here by all of them. Derived values are properties; which blocks need or exclude
+one another is in ``combinations.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from primerl_hpc.common.block import (
 )
 from primerl_hpc.common.names import Kind, Role, is_valid_name
 from primerl_hpc.recipe.after_schema import After
-from primerl_hpc.recipe.algorithm_schema import GRPO, NEED_TEACHER, SCORED, Algorithm
+from primerl_hpc.recipe.algorithm_schema import GRPO, Algorithm
+from primerl_hpc.recipe.combinations import check_combinations
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.layout_schema import FrozenLayout, InferenceLayout, Layout, PrefillLayout
 from primerl_hpc.recipe.model_schema import FrozenModel, Inference, Judge, Model, Teacher
@@ -40,9 +42,6 @@ from primerl_hpc.recipe.training_schema import (
     Warmup,
     Weights,
 )
-
-ROUTERS = ("gate", "router")  # what mixtures of experts of all families call theirs
-MAX_SERVED_RANK = 512  # vLLM 0.31's largest --max-lora-rank
 
 
 class Recipe(Block):
@@ -107,90 +106,8 @@ class Recipe(Block):
         return value
 
     @model_validator(mode="after")
-    def _kind_has_its_blocks(self) -> Self:
-        if self.kind in (Kind.RL, Kind.SFT) and self.max_steps is None:
-            raise ValueError(f"kind {self.kind} needs max_steps")
-        if self.kind == Kind.RL and not self.environments.train:
-            raise ValueError("kind rl needs at least one environment under environments.train")
-        is_sampled = any(algorithm.samples_from == "policy" for algorithm in self.algorithms)
-        if self.kind == Kind.RL and is_sampled and self.rollouts.sampling.temperature == 0:
-            raise ValueError(
-                "kind rl needs a rollouts.sampling.temperature above 0; an evaluation may have its own sampling"
-            )
-        if self.kind == Kind.EVAL and not self.environments.eval:
-            raise ValueError("kind eval needs at least one environment under environments.eval")
-        if self.kind == Kind.SFT and self.sft is None:
-            raise ValueError("kind sft needs an sft block")
-        if self.evaluation is not None and self.kind != Kind.EVAL:
-            raise ValueError(
-                "evaluation belongs to kind eval; what comes after a training run is after.evaluation"
-            )
-        if self.warmup is not None and self.kind != Kind.RL:
-            raise ValueError("warmup belongs to kind rl")
-        if (fork := self.checkpoint.fork) is not None:
-            if self.kind not in (Kind.RL, Kind.SFT) or self.warmup is not None:
-                raise ValueError("checkpoint.fork belongs to kinds rl and sft without a warmup")
-            if fork.step is not None and self.max_steps is not None and fork.step >= self.max_steps:
-                raise ValueError(
-                    f"checkpoint.fork.step {fork.step} must be below max_steps {self.max_steps}: steps count on"
-                )
-        if self.rollouts.batch_size % self.rollouts.group_size:
-            raise ValueError(
-                f"rollouts.batch_size {self.rollouts.batch_size} must be a multiple of "
-                f"rollouts.group_size {self.rollouts.group_size}"
-            )
-        has_rollouts = self.kind in (Kind.RL, Kind.EVAL) or (self.after and self.after.evaluation)
-        if has_rollouts and self.rollouts.sampling.max_tokens >= self.max_model_len:
-            raise ValueError(
-                f"rollouts.sampling.max_tokens {self.rollouts.sampling.max_tokens} leaves no room for a prompt "
-                f"in {self.max_model_len} tokens"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _after_has_its_blocks(self) -> Self:
-        if self.after is None:
-            return self
-        if self.kind not in (Kind.RL, Kind.SFT):
-            raise ValueError(f"after belongs to kinds rl and sft: a run of kind {self.kind} trains nothing")
-        if self.after.export is not None and self.after.export.merge and self.lora is None:
-            raise ValueError("after.export.merge is for recipes with lora: this one trains a whole model")
-        evaluation = self.after.evaluation
-        if evaluation is not None and not (evaluation.environments or self.environments.eval):
-            raise ValueError("after.evaluation needs environments, its own or environments.eval")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_can_be_served(self) -> Self:
-        if self.lora is None:
-            return self
-        is_evaluation = self.evaluation is not None and self.evaluation.weights is not None
-        if self.kind not in (Kind.RL, Kind.SFT) and not is_evaluation:
-            raise ValueError(
-                f"lora belongs to kinds rl and sft, and to evaluations of their weights: a run of kind {self.kind} "
-                f"trains no adapters"
-            )
-        if self.kind == Kind.RL and self.lora.dropout:
-            raise ValueError(
-                "lora.dropout belongs to kind sft: in rl the trainer would judge tokens by a policy that no engine sampled"
-            )
-        is_served = self.kind != Kind.SFT or (self.after is not None and self.after.evaluation is not None)
-        if is_served and self.lora.rank > MAX_SERVED_RANK:
-            raise ValueError(
-                f"lora.rank {self.lora.rank} is above {MAX_SERVED_RANK}, the most that vLLM serves"
-            )
-        if self.trainer.vision == "trained":
-            raise ValueError(
-                "trainer.vision trained is for whole models: with lora, adapters alone are trained"
-            )
-        if self.weights.transport != "filesystem":
-            raise ValueError(
-                f"weights.transport {self.weights.transport} is for whole models: with lora, versions are adapters and as small already"
-            )
-        if self.name == self.model.name:
-            raise ValueError(
-                f"name must differ from model.name with lora: engines serve the adapter as {self.name}"
-            )
+    def _blocks_fit_together(self) -> Self:
+        check_combinations(self)
         return self
 
     @property
@@ -198,64 +115,10 @@ class Recipe(Block):
         """What engines call the policy: the model, or the adapter of a run that trains one."""
         return self.name if self.lora is not None else self.model.name
 
-    @model_validator(mode="after")
-    def _tokens_can_be_carried(self) -> Self:
-        if self.layout.trainer.expert_backend == "deepep" and self.trainer.param_dtype != "bfloat16":
-            raise ValueError(
-                f"layout.trainer.expert_backend deepep carries bfloat16 alone, and trainer.param_dtype is "
-                f"{self.trainer.param_dtype}: set that to bfloat16, or expert_backend to torch"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _routers_can_be_replayed(self) -> Self:
-        if not self.trainer.router_replay:
-            return self
-        if self.kind != Kind.RL:
-            raise ValueError(
-                f"trainer.router_replay belongs to kind rl: in kind {self.kind} no engine samples"
-            )
-        if self.inference.kv_offload_gib is not None:
-            raise ValueError(
-                "trainer.router_replay and inference.kv_offload_gib exclude each other: of tokens whose KV blocks come "
-                "back from the host, an engine may have forgotten the experts"
-            )
-        parts = self.trainer.activation_checkpointing
-        alone = [] if isinstance(parts, str) else [each for each in parts if each.split(".")[-1] in ROUTERS]
-        if alone:
-            raise ValueError(
-                f"trainer.router_replay and activation_checkpointing [{alone[0]}] exclude each other: name the whole "
-                "mixture, as in [mlp]; a router that is recomputed alone chooses for itself"
-            )
-        return self
-
     @property
     def replays_routers(self) -> bool:
         """Whether engines return the experts they chose and the trainer chooses the same."""
         return self.kind == Kind.RL and self.trainer.router_replay
-
-    @model_validator(mode="after")
-    def _teacher_is_there_where_it_is_needed(self) -> Self:
-        needed = [kind for kind in self.algorithm_types if kind in NEED_TEACHER]
-        if needed and self.teacher is None:
-            raise ValueError(f"algorithm {needed[0]} needs a teacher")
-        if self.kind == Kind.RL and self.teacher is not None and not needed:
-            raise ValueError(f"a teacher is given and no algorithm uses it; {' and '.join(NEED_TEACHER)} do")
-        scored = [kind for kind in self.algorithm_types if kind in SCORED]
-        if scored and self.rollouts.sampling.temperature != 1:
-            raise ValueError(
-                f"algorithm {scored[0]} compares with log-probabilities of temperature 1, and "
-                f"rollouts.sampling.temperature is {self.rollouts.sampling.temperature}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _judge_has_a_place(self) -> Self:
-        if self.judge is not None and self.kind not in (Kind.RL, Kind.EVAL):
-            raise ValueError(f"judge belongs to kinds rl and eval: a run of kind {self.kind} has no rollouts")
-        if self.is_external and Role.JUDGE in self.served_models:
-            raise ValueError("a run of evaluation.external starts no engines: give its judge a base_url")
-        return self
 
     @property
     def served_models(self) -> dict[Role, FrozenModel]:
@@ -267,33 +130,6 @@ class Recipe(Block):
             for role, model in models.items()
             if model is not None and model.base_url is None and self.kind in kinds[role]
         }
-
-    @model_validator(mode="after")
-    def _prefill_fits(self) -> Self:
-        layout = self.layout.inference
-        if layout.prefill is None:
-            return self
-        if self.is_external:
-            raise ValueError("layout.inference.prefill: a run of evaluation.external starts no engines")
-        if self.lora is not None:
-            raise ValueError("layout.inference.prefill is for whole models: leave out prefill or lora")
-        if self.replays_routers:
-            raise ValueError(
-                "trainer.router_replay needs every token's experts of one engine, and those of prompts stay with "
-                "the engine that layout.inference.prefill reads them in: leave out one of the two"
-            )
-        for key in ("kv_offload_gib", "recompute_kv_on_update"):
-            if getattr(self.inference, key):
-                raise ValueError(
-                    f"layout.inference.prefill hands KV blocks from engine to engine, which excludes inference.{key}"
-                )
-        sizes = {layout.accelerators_per_replica, layout.prefill.accelerators_per_replica}
-        if self.weights.transport == "broadcast" and len(sizes) > 1:
-            raise ValueError(
-                "weights.transport broadcast seats engines of one size: give layout.inference.prefill as many "
-                "accelerators as the engines that decode, or choose another transport"
-            )
-        return self
 
     @property
     def engines_beside(self) -> dict[Role, PrefillLayout | FrozenLayout]:

@@ -29,7 +29,7 @@ from primerl_hpc.common.slurm import is_job_over
 from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.runtime.allocation import seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
-from primerl_hpc.runtime.journal import Patience
+from primerl_hpc.runtime.journal import run_directory_patience
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import requeue
@@ -71,10 +71,10 @@ class EngineHost:
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         phase = next(each for each in self.plan.phases if each.elastic)
-        policy, patience = PhasePolicy(phase), Patience()
+        policy, patience = PhasePolicy(phase), run_directory_patience()
         try:
             while not self.leaving:
-                with patience.bear():
+                with patience:
                     if await asyncio.to_thread(self._is_run_over):
                         break
                     if self.waiter is None and self._is_wanted(phase) and time.monotonic() >= self.restart_at:

@@ -16,16 +16,17 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.events import record_event
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.patience import FULL, Patience
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.runtime.failures import supervisor_failure, write_failure
-from primerl_hpc.runtime.reserve import FULL, Reserve
+from primerl_hpc.runtime.reserve import Reserve
 
 T = TypeVar("T")
 FALTERS_S = 60.0
@@ -35,31 +36,16 @@ AGAIN_S = 0.25
 logger = logging.getLogger(__name__)
 
 
-class Patience:
-    """Bears OSErrors of a shared filesystem, until they have gone on for `FALTERS_S`."""
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-
-    @contextlib.contextmanager
-    def bear(self) -> Iterator[None]:
-        """Around one try. Raises what its body raises when that is no OSError, or one too late."""
-        try:
-            yield
-            self.since = None
-        except OSError as error:
-            if self.since is None:
-                self.since = time.monotonic()
-                logger.warning("the run directory falters: %s", error)
-            if time.monotonic() - self.since > FALTERS_S:
-                raise
+def run_directory_patience() -> Patience:
+    """Around each look at the run directory that may falter."""
+    return Patience("the run directory", FALTERS_S)
 
 
 async def patiently(look: Callable[[], T]) -> T:
     """What ``look`` returns as soon as the run directory answers. Raises its OSError after `FALTERS_S`."""
-    patience = Patience()
+    patience = run_directory_patience()
     while True:
-        with patience.bear():
+        with patience:
             return look()
         await asyncio.sleep(AGAIN_S)
 

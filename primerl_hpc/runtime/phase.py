@@ -25,7 +25,7 @@ from primerl_hpc.runtime.failures import (
     forget_earlier_words,
     log_sizes,
 )
-from primerl_hpc.runtime.journal import Patience
+from primerl_hpc.runtime.journal import run_directory_patience
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import WALLTIME
 from primerl_hpc.runtime.running import Running
@@ -117,9 +117,9 @@ class PhaseRun:
     # -- watching ------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> PhaseEnd:
-        patience = Patience()
+        patience = run_directory_patience()
         while True:
-            with patience.bear():
+            with patience:
                 if end := await self._look_around():
                     return end
             waiters = [each.waiter for each in self.running.values() if each.waiter is not None]

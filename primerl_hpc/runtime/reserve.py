@@ -7,14 +7,14 @@ two pieces from the start, one for the first fault and one for the end, and prob
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from pathlib import Path
 
+from primerl_hpc.common.patience import FULL
+
 PIECES = 2
 PIECE_BYTES = 1 << 19
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Reserve:

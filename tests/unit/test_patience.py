@@ -103,3 +103,26 @@ def test_traces_that_cannot_be_appended_now_are_kept(tmp_path):
 def test_a_full_disk_is_no_moments_fault():
     with pytest.raises(OSError), Patience("the checkpoints"):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_lasts_longer_than_the_limit_is_a_fault(monkeypatch):
+    now, patience, error = (
+        0.0,
+        Patience("the run directory", 60.0),
+        OSError(errno.ESTALE, "Stale file handle"),
+    )
+    monkeypatch.setattr("primerl_hpc.common.patience.time.monotonic", lambda: now)
+    with patience:
+        raise error
+    now = 60.0
+    with patience:
+        raise error
+    with patience:
+        pass
+    assert not patience.is_tried
+    now = 61.0
+    with patience:
+        raise error
+    now = 122.0
+    with pytest.raises(OSError, match="Stale"), patience:
+        raise error

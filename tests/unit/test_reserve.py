@@ -9,7 +9,7 @@ import pytest
 
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.runtime.journal import FALTERS_S, Journal, Patience
+from primerl_hpc.runtime.journal import Journal
 from primerl_hpc.runtime.reserve import PIECE_BYTES, PIECES, Reserve
 
 
@@ -69,18 +69,3 @@ def test_what_a_faltering_run_directory_does_not_take_is_written_later_and_in_or
     written = [row["event"] for row in read_jsonl(journal.run_dir.events)]
     assert written == ["role_exited", "run_done", "run_stopped"]
     journal.catch_up()
-
-
-def test_a_run_directory_that_falters_for_a_moment_is_borne_and_one_that_goes_on_is_a_fault() -> None:
-    patience, error = Patience(), OSError(errno.ESTALE, "Stale file handle")
-    with patience.bear():
-        raise error
-    with patience.bear():
-        pass
-    assert patience.since is None
-    with patience.bear():
-        raise error
-    assert patience.since is not None
-    patience.since -= FALTERS_S
-    with pytest.raises(OSError, match="Stale"), patience.bear():
-        raise error
