@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def virtual_cluster(tmp_path_factory: pytest.TempPathFactory, disk_of_all_nodes:
     made = Cluster(tmp_path_factory.mktemp("cluster"))
     size = ["--nodes", str(NODES), "--gpus", "8", "--node-timeout", "6", "--requeue-delay", "8"]
     image = os.environ.get("VIRTUAL_CLUSTER_IMAGE")  # another SLURM: a root file system made by mmdebstrap
-    other = ["--image", image, "--bind", f"{ROOT} {disk_of_all_nodes}"] if image else []
+    venv = sys.prefix if sys.prefix != sys.base_prefix else ""  # which need not lie in the checkout
+    other = ["--image", image, "--bind", f"{ROOT} {venv} {disk_of_all_nodes}"] if image else []
     up = subprocess.run(
         [str(TOOL), "--dir", str(made.folder), "up", *size, *other],
         capture_output=True,
