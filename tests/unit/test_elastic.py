@@ -138,7 +138,9 @@ def test_a_host_bears_a_run_directory_that_falters_and_its_engine_stays(
     engine = read_endpoint(run, "inference-0")
     run.state.rename(kept)
     run.state.mkdir()  # to read it is an OSError
-    wait_for(lambda: "trying again" in log.read_text() or host.poll() is not None, "its look", tell=log.read_text)
+    wait_for(
+        lambda: "trying again" in log.read_text() or host.poll() is not None, "its look", tell=log.read_text
+    )
     assert host.poll() is None and read_endpoint(run, "inference-0") == engine
     run.state.rmdir()
     write_json(run.state, read_json(kept) | {"state": "done"})
