@@ -22,56 +22,20 @@ from primerl_hpc.common.names import WARMUP_PHASE, RunState
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
 from primerl_hpc.common.slurm import ask
 from primerl_hpc.common.yamldoc import dump_yaml, load_yaml
-from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.snapshot import take_snapshot
+from tests.e2e.accounts import contradictions
 from tests.e2e.serving import hf_logprobs
+from tests.slurm.real import READY_S, SMALL, RealRun
 from tests.slurm.virtual import Cluster, run_cli, wait_for
 from tests.support import ROOT, make_tiny_model
 
 pytestmark = pytest.mark.e2e
-
-READY_S = 420  # cold engines on a busy machine
-TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
-SMALL: dict[str, Any] = {
-    "base": str(TINY),
-    "warmup": None,
-    "max_steps": 2,
-    "environments": {"train": [{"id": "reverse-text", "args": {"split": "train"}}], "eval": []},
-    "rollouts": {"batch_size": 16, "group_size": 4},
-    "inference": {"kv_cache_gib": 0.0625},
-    "checkpoint": {"interval": None},
-}
-
-
-class RealRun:
-    """A submitted run and what SLURM says of it."""
-
-    def __init__(self, root: Path, said: str) -> None:
-        self.run, self.jobs, self.said = RunDir(root), JobWatcher(), said
-
-    @property
-    def state(self) -> RunState:
-        return take_snapshot(self.run, self.jobs.facts_of([self.run])).state
-
-    @property
-    def job(self) -> str:
-        return str(take_snapshot(self.run).job["job_id"])
-
-    def steps(self) -> dict[str, str]:
-        """Node list by name of every step that accounting knows."""
-        rows = ask(["sacct", "-n", "-P", "-j", self.job, "-o", "JobName,NodeList"]).splitlines()
-        return dict(row.split("|") for row in rows)
-
-    def words(self) -> str:
-        """The ends of its logs, for a failing test."""
-        logs = sorted(self.run.root.glob("logs/**/*.*"))
-        return "\n".join(
-            f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.is_file()
-        )
-
-    def wait_for_state(self, state: RunState, timeout_s: float = 600) -> None:
-        wait_for(lambda: self.state.is_final or self.state == state, "its end", timeout_s, self.words)
-        assert self.state == state, self.words()
+POST = """
+import sys, urllib.request
+url, key, body = sys.argv[1:]
+headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60) as answer:
+    print(answer.read().decode())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +126,13 @@ def check_sft(run: RunDir, nodes: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[..., RealRun]) -> None:
-    """One of two engines is cancelled, the other preempted: the run waits, takes the one that comes back, and ends."""
-    layout = {"inference": {"elastic": True, "replicas": 2}, "trainer": {"ranks": 2}}
-    real = submit("elastic", {"layout": layout, "max_steps": 8}, slots=2)
+    """The trainer's job is preempted: it saves, loses no step, and finds both engines again.
+
+    Then one of them is cancelled, the other requeued: the run waits, takes the one that comes back, and ends.
+    """
+    engines_of = {"elastic": True, "replicas": 2, "partition": "main"}
+    layout = {"inference": engines_of, "trainer": {"ranks": 2}}
+    real = submit("elastic", {"layout": layout, "max_steps": 16}, "--partition", "preemptible", slots=2)
 
     def lives(event: str) -> list[tuple[str, int]]:
         rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
@@ -172,6 +140,11 @@ def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[
 
     wait_for(lambda: len(lives("engine_joined")) == 2, "two engines", READY_S, real.words)
     wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", READY_S, real.words)
+    urgent = ["sbatch", "--parsable", f"--nodelist={read_json(real.run.state)['hosts'][0]}", "--exclusive"]
+    taker = ask([*urgent, "--output=/dev/null", "--wrap=sleep 600"]).strip()
+    wait_for(lambda: real.state == RunState.PENDING, "its preemption", tell=real.words)
+    subprocess.run(["scancel", taker], check=True)
+    wait_for(lambda: len(lives("engine_joined")) == 4, "both engines in attempt 2", tell=real.words)
     engines = read_json(real.run.job)["engines_job_id"]
     subprocess.run(["scancel", f"{engines}_0"], check=True)
     wait_for(lambda: ("inference-0", 0) in lives("engine_left"), "its leave", tell=real.words)
@@ -179,7 +152,8 @@ def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[
     wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", READY_S, real.words)
     real.wait_for_state(RunState.DONE)
     steps = read_steps(real.run.metrics("trainer"))
-    assert list(steps) == list(range(1, 9))
+    assert list(steps) == list(range(1, 17)) and not real.repeated_steps()
+    assert {row["attempt"] for row in steps.values()} == {1, 2} and not contradictions(real.run)
     # an engine that served another version than it should would sample tokens of other probability
     assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
     wait_for(lambda: ask(["squeue", "--noheader"]) == "", "an empty queue", tell=lambda: ask(["squeue"]))
@@ -199,12 +173,11 @@ def test_inference_alone_tells_its_address_and_serves(
     prompt = [1, 5, 103, 40, 41, 42, 2]
     parameters = {"max_tokens": 8, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
     body = json.dumps({"token_ids": prompt, "sampling_params": parameters})
-    key = f"Authorization: Bearer {ensure_api_key(real.run)}"
-    post = ("exec", "curl", "-s", "-H", key, "-H", "Content-Type: application/json", "-d", body)
+    post = (sys.executable, "-c", POST, f"{url}/inference/v1/generate", ensure_api_key(real.run), body)
     answers: list[str] = []
 
     def ask_for_tokens() -> bool:  # the network of the nodes can be reached from the cluster's login node
-        answers.append(cluster.tool(*post, f"{url}/inference/v1/generate", check=False))
+        answers.append(cluster.tool("exec", *post, check=False))
         return '"choices"' in answers[-1]
 
     wait_for(ask_for_tokens, "tokens through the router", tell=lambda: answers[-1:])
