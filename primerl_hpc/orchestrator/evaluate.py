@@ -25,6 +25,7 @@ from primerl_hpc.orchestrator.dispatcher import Dispatcher, Group, Split
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_limits, env_rates
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluation, Evaluator
+from primerl_hpc.orchestrator.event_loop import beside
 from primerl_hpc.orchestrator.runner import EnvHandle, RolloutRunner
 from primerl_hpc.orchestrator.sampler import TaskRef
 from primerl_hpc.orchestrator.setup import (
@@ -104,7 +105,7 @@ async def evaluate_version(
         await watcher.load(version)
     driver.tallies.clear()
     driver.open_evaluation(version)
-    tasks = [asyncio.create_task(_until_done(driver, evaluator))]
+    others = []
     if watcher is not None:
         # a watch of this version alone: before it, the engines were paused
         engines = EngineWatch(
@@ -116,16 +117,8 @@ async def evaluate_version(
             stuck_after_s=driver.recipe.timeouts.health_s,
             frozen=driver.recipe.served_models,
         )
-        tasks += [asyncio.create_task(each) for each in (watcher.hold(), engines.watch())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in reversed(tasks):  # a folder that vanished explains why rollouts fail
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        others = [watcher.hold(), engines.watch()]  # a folder that vanished explains why rollouts fail
+    await beside(_until_done(driver, evaluator), *others)
 
 
 async def _until_done(driver: RolloutDriver, evaluator: ScoredEvaluator) -> None:
