@@ -200,8 +200,9 @@ async def run_slurm(
 
 
 def is_answer(code: int, said: str) -> bool:
-    """Whether SLURM said something, be it a refusal."""
-    return code == 0 or (code != NO_ANSWER and not UNANSWERED.search(said))
+    """Whether SLURM said something, be it a refusal. A command that dies of a signal did not hear it: a requeue ends the
+    processes of the job that asks for it, where SLURM knows them by their parents (proctrack/linuxproc)."""
+    return code == 0 or (0 < code != NO_ANSWER and not UNANSWERED.search(said))
 
 
 async def ask(*command: str) -> str | None:

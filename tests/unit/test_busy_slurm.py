@@ -60,14 +60,18 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 
 
 @pytest.mark.parametrize(
-    "second",
-    ["exit 0", 'echo "Job is pending execution for job 7" >&2; exit 1'],
-    ids=["not taken", "taken"],
+    ("first", "second"),
+    [
+        (BUSY, "exit 0"),
+        (BUSY, 'echo "Job is pending execution for job 7" >&2; exit 1'),
+        ("kill -TERM $$", 'echo "Job is pending execution for job 7" >&2; exit 1'),
+    ],
+    ids=["not taken", "taken", "taken, and what it does to a job began with scontrol"],
 )
 def test_a_requeue_that_seems_to_time_out_is_asked_for_again(
-    commands: Callable[..., Path], second: str
+    commands: Callable[..., Path], first: str, second: str
 ) -> None:
-    calls = commands(scontrol=f"[ $call = 1 ] && {BUSY}\n{second}", squeue="sleep 60")
+    calls = commands(scontrol=f"[ $call = 1 ] && {first}\n{second}", squeue="sleep 60")
     assert asyncio.run(requeue("7")) is None
     assert calls.read_text().splitlines() == ["scontrol requeue 7"] * 2  # and no question without use
 
