@@ -12,7 +12,8 @@ import json
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema import MAX_SERVED_RANK, InferenceLayout, Recipe
+from primerl_hpc.recipe.combinations import MAX_SERVED_RANK
+from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.extension.WeightUpdate"
