@@ -36,7 +36,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer import optim
 from primerl_hpc.trainer.checkpoint import load_checkpoint
-from primerl_hpc.trainer.core import build_core
+from primerl_hpc.trainer.core import Core, build_core
 from primerl_hpc.trainer.export import publish_policy
 from primerl_hpc.trainer.losses import LossInputs, TokenLoss
 from primerl_hpc.trainer.parallel import deepep
@@ -181,15 +181,19 @@ class Collections:
         self.count += phase == "start"
 
 
-def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
+def build_case(case: Case, ranks: int, watchdog: Watchdog, device: torch.device) -> Core:
     recipe = recipe_of(case)
-    optim.OFFLOAD_BYTES = OFFLOAD_BYTES
-    world = make_world(
-        recipe.layout.trainer, torch.device("cpu"), local_rank=dist.get_rank(), local_size=ranks
-    )
+    world = make_world(recipe.layout.trainer, device, local_rank=dist.get_rank(), local_size=ranks)
+    return build_core(recipe, case["model"], world, watchdog)
+
+
+def run_case(
+    case: Case, ranks: int, folder: Path, watchdog: Watchdog, device: torch.device = torch.device("cpu")
+) -> None:
     stand_in = patch.object(deepep, "import_deep_ep", lambda: deep_ep_on_gloo)
     with stand_in if case.get("has_deep_ep") else nullcontext(), LargestTensor() as loaded:
-        core = build_core(recipe, case["model"], world, watchdog)
+        core = build_case(case, ranks, watchdog, device)
+    world = core.world
     core.small = core.small and not case.get("is_large")
     gradients: dict[str, Tensor] = {}
 
@@ -243,6 +247,7 @@ def run_case(case: Case, ranks: int, folder: Path, watchdog: Watchdog) -> None:
 
 def run_rank(rank: int, ranks: int, cases: list[Case], folder: Path) -> None:
     torch.set_num_threads(1)
+    optim.OFFLOAD_BYTES = OFFLOAD_BYTES
     store = dist.FileStore(str(folder / f"store-{cases[0]['name']}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     watchdog = Watchdog(RunDir(folder / cases[0]["name"]), "trainer-0", rank=rank, size=ranks, timeout_s=600)
