@@ -6,7 +6,8 @@
 
 One rank and the trainer's own step, each setting in a process of its own. Peak: on CPU the highest sum of torch's live
 allocations during the third step, beyond what was there before it; on a GPU the allocator's peak, all included. What
-is offloaded stays in the same memory on a CPU: those lines mean something on a GPU alone.
+is offloaded stays in the same memory on a CPU: those lines mean something on a GPU alone. Ends with 1 where one fails, or
+needs no less there than the one beside it in `SAVES`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from machine import ROOT, peak_of
+from machine import ROOT, is_met, peak_of
 from weight_write import QWEN3_600M
 
 sys.path.insert(0, str(ROOT))
@@ -45,6 +46,14 @@ SETTINGS: dict[str, dict] = {
     },
     "recompute, compile": {"activation_checkpointing": "full", "compile": True},
 }
+SAVES = {
+    "nothing": "nothing, in float32",
+    "recompute blocks": "nothing",
+    "recompute, inputs on host": "recompute blocks",
+    "recompute, optimizer on host": "recompute blocks",
+    "recompute, all on host": "recompute, optimizer on host",
+}
+"""What each must need less than, on a GPU."""
 
 
 def run_setting(options: argparse.Namespace) -> dict[str, float]:
@@ -137,7 +146,7 @@ def main() -> int:
     print(f"{'setting':>30} {'peak MiB':>9} {'of nothing':>10} {'s/step':>7}")
     with tempfile.TemporaryDirectory() as name:
         model = options.model or make_model(Path(name))
-        whole = None
+        whole, peaks = None, {}
         for setting in options.settings:
             command = [sys.executable, __file__, "--model", model, "--tokens", str(tokens)]
             group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -154,10 +163,16 @@ def main() -> int:
                 continue
             row = json.loads(done.stdout.splitlines()[-1])
             whole = whole or row["peak_mib"]
+            peaks[setting] = row["peak_mib"]
             print(
                 f"{setting:>30} {row['peak_mib']:>9.0f} {row['peak_mib'] / whole:>10.2f} {row['seconds']:>7.2f}"
             )
-    return 0
+    met = [
+        is_met(f"peak of '{less}' over that of '{more}'", peaks[less] / peaks[more], at_most=0.99)
+        for less, more in (SAVES.items() if torch.cuda.is_available() else ())
+        if {less, more} <= set(peaks)
+    ]
+    return 0 if all(met) and len(peaks) == len(options.settings) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
     tools/bench/trainer_speed.py                                   # on one H100 or H200
     tools/bench/trainer_speed.py --divide 128 --layers 2           # does it run at all: short rows, also without a GPU
+    tools/bench/trainer_speed.py --cases sft-8192                  # one alone
     tools/bench/trainer_speed.py --set trainer.compile=true        # with another key of the recipe
 
 Each case is `primerl-hpc trainer --bench` or `sft --bench`. Tokens/s are of training alone, as theirs; the figures of theirs
@@ -35,11 +36,11 @@ class Case:
     their_gib: float
 
 
-CASES = (
-    Case("trainer", 16_384, 30_000, 11_896, 12.5),
-    Case("trainer", 65_536, 18_000, 10_147, 19.6),
-    Case("sft", 8_192, 45_000, 26_005, 31.7),
-)
+CASES = {
+    "rl-16384": Case("trainer", 16_384, 30_000, 11_896, 12.5),
+    "rl-65536": Case("trainer", 65_536, 18_000, 10_147, 19.6),
+    "sft-8192": Case("sft", 8_192, 45_000, 26_005, 31.7),
+}
 
 
 def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespace) -> dict:
@@ -93,6 +94,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=QWEN3_600M["num_hidden_layers"])
     parser.add_argument("--divide", type=int, default=1, help="row lengths by this")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", dest="as_json")
     options = parser.parse_args()
@@ -108,7 +110,7 @@ def main() -> int:
         (folder / "config.json").write_text(json.dumps(shape))
         profile = folder / "here.yaml"
         profile.write_text(json.dumps(local | {"node": node}))
-        for case in CASES:
+        for case in (CASES[name] for name in options.cases):
             result = run_case(case, folder, profile, options)
             rows.append(row_of(case, result))
     device = result["device"]
