@@ -62,6 +62,12 @@ def test_a_part_that_fails_keeps_its_figures_and_its_last_words(gpu: ModuleType)
     assert [(row["figure"], row["met"]) for row in rows] == [("ratio", "met"), (result["outcome"], "MISSED")]
 
 
+def test_a_part_that_prints_no_figures_is_not_done(gpu: ModuleType):
+    for read in (gpu.asked_figures, gpu.speed_figures):
+        part = gpu.Part(("-c", "print('all is well')"), 60, read)
+        assert gpu.run_part(part, 60, devices="")["outcome"] == "printed no figures"
+
+
 def test_the_figures_that_a_bench_asks_for_are_read_as_it_printed_them(gpu: ModuleType, capsys):
     machine = importlib.import_module("machine")
     machine.is_met("trainer over bare", 0.981, at_least=0.97)

@@ -138,7 +138,10 @@ def run_part(part: Part, limit_s: float, devices: str) -> dict[str, Any]:
             process = start_guarded(part.command, environment, stdout, stderr)
             is_late = not ends_within(process, limit_s)
         said = out.read_text(errors="replace")
-        figures = part.read(said)
+        try:
+            figures = part.read(said)
+        except ValueError:  # no document: told below
+            figures = []
         lines = [*said.splitlines(), *err.read_text(errors="replace").splitlines()]
     has_missed = any(figure["met"] is False for figure in figures)
     outcome = "done"
@@ -146,6 +149,8 @@ def run_part(part: Part, limit_s: float, devices: str) -> dict[str, Any]:
         outcome = f"took longer than {limit_s:.0f} s"
     elif process.returncode and not has_missed:
         outcome = f"failed with exit code {process.returncode}"
+    elif not figures:
+        outcome = "printed no figures"
     result = {"outcome": outcome, "seconds": round(time.monotonic() - started, 1), "figures": figures}
     return result if outcome == "done" and not has_missed else result | {"tail": lines[-TAIL_LINES:]}
 
