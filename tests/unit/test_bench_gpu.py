@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from types import ModuleType
 import psutil
 import pytest
 
+from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.recipe.schema import Recipe
 from tests.support import ROOT, is_alive, wait_for
 
 STARTS_AND_HANGS = """
@@ -82,3 +85,13 @@ def test_the_figures_that_a_bench_asks_for_are_read_as_it_printed_them(gpu: Modu
 def test_tests_are_counted_though_they_did_not_come_to_their_end(gpu: ModuleType):
     text = "a.py::one[x y] PASSED [ 25%]\na.py::two FAILED [ 50%]\na.py::three SKIPPED (no second GPU) [ 75%]\na.py::four "
     assert [figure["value"] for figure in gpu.pytest_figures(text)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_recipes_and_profile_of_the_speeds_are_read(gpu: ModuleType, tmp_path: Path, has_gpu: bool):
+    speed = importlib.import_module("trainer_speed")
+    path = tmp_path / "here.yaml"
+    path.write_text(json.dumps(speed.profile_of(has_gpu=has_gpu)))
+    assert load_profile(str(path)).profile.accelerator == ("gpu" if has_gpu else "cpu")
+    for case in speed.CASES.values():
+        assert Recipe.model_validate(speed.recipe_of(case, tmp_path, case.seq_len)).seq_len == case.seq_len

@@ -212,7 +212,9 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         words = {None: "-", True: "met", False: "MISSED"}
         for figure in figures:
             asked = {"asked": figure["asked"] or "-", "met": words[figure["met"]]}
-            row = {"part": name, "figure": figure["figure"], "value": figure["value"]}
+            value = figure["value"]
+            value = f"{value:.4g}" if isinstance(value, float) else value  # differences are small
+            row = {"part": name, "figure": figure["figure"], "value": value}
             rows.append(row | asked | {"seconds": result["seconds"]})
     return rows
 

@@ -43,10 +43,13 @@ CASES = {
 }
 
 
-def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespace) -> dict:
-    """The result of benchmark mode."""
-    seq_len = case.seq_len // options.divide
-    recipe = {
+def profile_of(*, has_gpu: bool) -> dict:
+    node = {"gpus": 1} if has_gpu else {"gpus": 0, "cpu_slots": 1}
+    return {"name": "here", "nodes": 1, "scheduler": {"type": "local"}, "node": node}
+
+
+def recipe_of(case: Case, folder: Path, seq_len: int) -> dict:
+    return {
         "kind": "rl" if case.command == "trainer" else "sft",
         "name": "speed",
         "model": {"name": str(folder)},
@@ -57,6 +60,12 @@ def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespac
         "rollouts": {"batch_size": ROWS, "group_size": 1, "sampling": {"max_tokens": 8}},
         "sft": {"data": {"path": "made-up"}, "batch_size": ROWS},
     }
+
+
+def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespace) -> dict:
+    """The result of benchmark mode."""
+    seq_len = case.seq_len // options.divide
+    recipe = recipe_of(case, folder, seq_len)
     path = folder / f"{case.command}-{seq_len}.yaml"
     path.write_text(json.dumps(recipe))
     words = [case.command, "--bench", str(path), "-p", str(profile), "--steps", str(options.steps), "--json"]
@@ -100,16 +109,13 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    node = {"gpus": 1} if has_gpu else {"gpus": 0, "cpu_slots": 1}
-    local = {"name": "here", "nodes": 1, "scheduler": {"type": "local"}, "network": {"address": "loopback"}}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shape = QWEN3_600M | {"num_hidden_layers": options.layers, "max_position_embeddings": 65_536}
         (folder / "config.json").write_text(json.dumps(shape))
         profile = folder / "here.yaml"
-        profile.write_text(json.dumps(local | {"node": node}))
+        profile.write_text(json.dumps(profile_of(has_gpu=torch.cuda.is_available())))
         for case in (CASES[name] for name in options.cases):
             result = run_case(case, folder, profile, options)
             rows.append(row_of(case, result))
