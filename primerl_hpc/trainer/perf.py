@@ -66,7 +66,9 @@ class FlopCounter:
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
-        lengths = np.concatenate([row.sample_lengths for row in rows]).astype(float)
+        lengths = np.array(
+            [length for row in rows for length in row.sample_lengths], float
+        )  # a rank may have no row
         pairs = sum(count * seen_keys(lengths, window) for window, count in self.windows.items())
         return self.dense * tokens + self.attention * pairs
 

@@ -6,7 +6,9 @@ import asyncio
 import json
 import shutil
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -59,10 +61,14 @@ def update(serving: Serving, source: Source, version: int):
     return asyncio.run(with_fleet(serving, lambda fleet: fleet.update(source, version)))
 
 
-def small_trainer(model: Path, world: World, folder: Path) -> Core:
+@contextmanager
+def small_trainer(model: Path, world: World, folder: Path) -> Iterator[Core]:
     recipe = Recipe.model_validate(rl_recipe(model, optimizer={"type": "adamw", "lr": 1e-2}))
     watchdog = Watchdog(RunDir(folder), "trainer-0", rank=0, size=1, timeout_s=600)
-    return build_core(recipe, str(model), world, watchdog)
+    try:
+        yield build_core(recipe, str(model), world, watchdog)
+    finally:
+        watchdog.rest()  # it would end the process of all tests
 
 
 def is_of(model: Path, generated: dict) -> bool:
@@ -153,12 +159,12 @@ def test_a_trained_policy_is_served_as_the_trainer_wrote_it(
     serving: Serving, one_rank: World, tmp_path: Path, base: None
 ) -> None:
     """Three steps on random rollouts; transformers and the engine read the same files to the same log-probabilities."""
-    core, run = small_trainer(serving.model, one_rank, tmp_path), RunDir(tmp_path)
-    rng = np.random.default_rng(0)
-    for step in (1, 2, 3):
-        result = core.train_step(step, [random_row(rng, [12, 30, 9])], ["a"])
-        assert not result.is_skipped
-    publish_policy(run, core, 3)
+    run, rng = RunDir(tmp_path), np.random.default_rng(0)
+    with small_trainer(serving.model, one_rank, tmp_path) as core:
+        for step in (1, 2, 3):
+            result = core.train_step(step, [random_row(rng, [12, 30, 9])], ["a"])
+            assert not result.is_skipped
+        publish_policy(run, core, 3)
     policy = run.weights_step(3)
     report = update(serving, policy, 3)
     assert report.is_complete, report

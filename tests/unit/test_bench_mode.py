@@ -121,6 +121,10 @@ def test_a_layer_with_a_window_counts_the_keys_in_it_alone(config, windows):
         assert seen_keys(lengths, window) == seen - halves
 
 
+def test_a_rank_without_rows_has_nothing_to_count():
+    assert counter_of(Qwen3ForCausalLM(Qwen3Config(**SHAPE)))([]) == 0
+
+
 def test_of_the_experts_only_those_chosen_count():
     config = Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
     h, d, a, g, m = 32, 16, 4, 2, 24
