@@ -73,14 +73,14 @@ class LocalRunExecutor(LocalExecutor):
     def __init__(self, folder: Path, script: Path) -> None:
         super().__init__(folder)
         self.script = script
-        gpus = [int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.isdigit()]
-        self.update_parameters(
-            timeout_min=_YEAR_MIN, stderr_to_stdout=True, gpus_per_node=len(gpus), visible_gpus=tuple(gpus)
-        )
+        self.update_parameters(timeout_min=_YEAR_MIN, stderr_to_stdout=True)
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"bash {shlex.quote(str(self.script))}"
+        """submitit hides GPUs that it cannot count (no variable, UUIDs, MIG): the run is to see those that are seen here."""
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = ["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"]
+        return shlex.join(["env", *seen, "bash", str(self.script)])
 
 
 def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[str] = ()) -> dict[str, Any]:
