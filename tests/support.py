@@ -67,6 +67,21 @@ def make_tiny_model(
     return out
 
 
+def small_sft(model: Path) -> Recipe:
+    """For tests that build a policy or a trainer of it and read no data."""
+    return Recipe.model_validate(
+        {
+            "kind": "sft",
+            "name": "test",
+            "model": {"name": str(model)},
+            "seq_len": 64,
+            "max_steps": 1,
+            "sft": {"data": {"path": "none.jsonl"}},
+            "trainer": {"param_dtype": "float32"},
+        }
+    )
+
+
 def process_plan(
     role: Role, index: int = 0, *, accelerators: int = 1, nodes: int = 1, **changes: Any
 ) -> ProcessPlan:

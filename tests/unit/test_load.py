@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from primerl_hpc.common.errors import DataError  # noqa: E402
 from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
-from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 from primerl_hpc.trainer.model import build_policy  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import World, make_world  # noqa: E402
 from tests.e2e.tiny_models import make_family  # noqa: E402
+from tests.support import small_sft  # noqa: E402
 
 
 @pytest.fixture
@@ -26,20 +25,6 @@ def one_rank() -> Iterator[World]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
     dist.destroy_process_group()
-
-
-def recipe_of(model: Path) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "test",
-            "model": {"name": str(model)},
-            "seq_len": 64,
-            "max_steps": 1,
-            "sft": {"data": {"path": "none.jsonl"}},
-            "trainer": {"param_dtype": "float32"},
-        }
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -56,7 +41,7 @@ def test_a_quantised_weight_is_refused_by_its_name(one_rank, tmp_path, family, n
     tensors[key] = tensors[key].to(dtype)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(DataError, match=rf"{key} is quantised \((F8_E4M3|I8)\); train its bfloat16 version"):
-        build_policy(recipe_of(model), model, one_rank)
+        build_policy(small_sft(model), model, one_rank)
 
 
 def test_a_model_whose_config_says_it_is_quantised_is_refused(one_rank, tmp_path):
@@ -65,4 +50,4 @@ def test_a_model_whose_config_says_it_is_quantised_is_refused(one_rank, tmp_path
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"model: the model is quantised \(fp8\)"):
-        build_policy(recipe_of(model), model, one_rank)
+        build_policy(small_sft(model), model, one_rank)

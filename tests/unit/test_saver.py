@@ -17,7 +17,6 @@ from primerl_hpc.common.errors import PrimerlError  # noqa: E402
 from primerl_hpc.common.files import read_json, write_json  # noqa: E402
 from primerl_hpc.common.rundir import RunDir  # noqa: E402
 from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
-from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 from primerl_hpc.trainer.checkpoint import load_checkpoint  # noqa: E402
 from primerl_hpc.trainer.control import Requests, read_requests  # noqa: E402
 from primerl_hpc.trainer.core import Core, build_core  # noqa: E402
@@ -25,23 +24,10 @@ from primerl_hpc.trainer.parallel.mesh import make_world  # noqa: E402
 from primerl_hpc.trainer.saver import Saver  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from tests.e2e.tiny_models import make_family  # noqa: E402
+from tests.support import small_sft  # noqa: E402
 
 RANKS = 3
 SECOND = "shard-00002.safetensors"
-
-
-def recipe_of(model: Path) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "kind": "sft",
-            "name": "test",
-            "model": {"name": str(model)},
-            "seq_len": 64,
-            "max_steps": 1,
-            "sft": {"data": {"path": "none.jsonl"}},
-            "trainer": {"param_dtype": "float32"},
-        }
-    )
 
 
 def delete(side: Path) -> None:
@@ -116,7 +102,7 @@ def run_rank(rank: int, model: str, folder: str) -> None:
     world = make_world(TrainerLayout(), torch.device("cpu"), local_rank=rank, local_size=RANKS)
     run = RunDir(Path(folder))
     watchdog = Watchdog(run, "sft-0", rank=rank, size=RANKS, timeout_s=600)
-    core = build_core(recipe_of(Path(model)), model, world, watchdog)
+    core = build_core(small_sft(Path(model)), model, world, watchdog)
     found = load_damaged(run, core) | fail_and_try_again(run, core)
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
