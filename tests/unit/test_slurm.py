@@ -79,6 +79,19 @@ def test_questions_become_rarer_while_nothing_changes_and_prompt_when_the_run_do
     assert len(slurm.asked) == rare + 1
 
 
+def test_the_end_of_a_job_is_seen_soon_after_its_run_said_so_though_slurm_was_slower(
+    slurm: Slurm, jobs: JobWatcher
+) -> None:
+    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    for _ in range(600):
+        jobs.facts({"1": "running"})
+        slurm.now += 1.0
+    jobs.facts({"1": "failed"})
+    slurm.squeue = line("1", "FAILED", "NonZeroExitCode", "", "n1")
+    slurm.now += 2 * FIRST_PAUSE_S
+    assert jobs.facts({"1": "failed"})["1"].has_ended
+
+
 def test_a_slurm_that_does_not_answer_leaves_the_old_facts_and_is_asked_less(
     slurm: Slurm, jobs: JobWatcher
 ) -> None:
