@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,27 @@ def last_step(run: RunDir) -> int:
     return max(read_steps(run.metrics("trainer")), default=0)
 
 
+def wait_in_run(run: RunDir, condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
+    """Until ``condition`` holds. Raises AssertionError at once when the run ends before that."""
+
+    def is_so() -> bool:
+        # asked in this order: what a run's last moment brings is there when the run is seen to have ended
+        state = take_snapshot(run).state if run.state.exists() else None
+        if condition():
+            return True
+        assert state is None or not state.is_final, f"{run.root.name} is {state} before {what}: {told(run)}"
+        return False
+
+    wait_for(is_so, what, timeout_s, lambda: told(run))
+
+
+def told(run: RunDir) -> str:
+    """The run's last events, for a failing test."""
+    return run.events.read_text()[-2000:] if run.events.exists() else "no event yet"
+
+
 def wait_for_end(run: RunDir, timeout_s: float = 420.0) -> RunState:
-    wait_for(lambda: take_snapshot(run).state.is_final, f"{run.root.name} to end", timeout_s)
+    wait_for(
+        lambda: take_snapshot(run).state.is_final, f"{run.root.name} to end", timeout_s, lambda: told(run)
+    )
     return take_snapshot(run).state

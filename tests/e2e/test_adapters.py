@@ -13,9 +13,9 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.scores import read_scores
-from tests.e2e.runs import START_S, command, events, process_of, versions_served, wait_for_end
+from tests.e2e.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 from tests.e2e.test_trainer import make_run, sft_recipe
-from tests.support import make_tiny_model, run_role, wait_for
+from tests.support import make_tiny_model, run_role
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,7 @@ def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
     from transformers import AutoModelForCausalLM
 
     run = start("adapters", "lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3", f"max_steps={STEPS}")
-    wait_for(lambda: 3 in versions_served(run), "policy 3 at the engine", START_S)
+    wait_in_run(run, lambda: 3 in versions_served(run), "policy 3 at the engine")
     process_of(run.root, "inference-0").kill()
     assert wait_for_end(run, 600) == RunState.DONE
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}

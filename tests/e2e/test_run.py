@@ -25,7 +25,6 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.snapshot import take_snapshot
 from tests.e2e.accounts import contradictions
 from tests.e2e.runs import (
-    START_S,
     command,
     events,
     last_step,
@@ -33,6 +32,7 @@ from tests.e2e.runs import (
     processes_of,
     versions_served,
     wait_for_end,
+    wait_in_run,
 )
 from tests.support import ROOT, is_alive, wait_for
 
@@ -65,7 +65,7 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     learners = [(13, "trainer-0", 2), (17, "orchestrator-0", 1)]
     before_kills = []
     for step, name, depth in servers:
-        wait_for(lambda step=step: last_step(run) >= step, f"step {step}", START_S)
+        wait_in_run(run, lambda step=step: last_step(run) >= step, f"step {step}")
         before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
     interpreters = [
@@ -73,7 +73,7 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     ]
     assert interpreters == [str(python), sys.executable]
     for step, name, depth in learners:
-        wait_for(lambda step=step: step in versions_served(run), f"policy {step} at the engine", START_S)
+        wait_in_run(run, lambda step=step: step in versions_served(run), f"policy {step} at the engine")
         before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
         wait_for(
@@ -120,8 +120,8 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     )
 
     # recovery inside the allocation is off: the death of a trainer's rank is the end of the attempt
-    wait_for(
-        lambda: run.latest_checkpoint() == 4 and last_step(run) >= 5, "a checkpoint and a step more", START_S
+    wait_in_run(
+        run, lambda: run.latest_checkpoint() == 4 and last_step(run) >= 5, "a checkpoint and a step more"
     )
     before = processes_of(run.root)
     process_of(run.root, "trainer-0", 2).kill()
@@ -132,7 +132,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
 
     # a cancel saves both sides
     command("resume", run.root.name, cwd=work)
-    wait_for(lambda: 7 in steps_of(run, attempt=2), "two steps more", START_S)
+    wait_in_run(run, lambda: 7 in steps_of(run, attempt=2), "two steps more")
     said = json.loads(command("cancel", run.root.name, "--wait", "--json", cwd=work).stdout)
     assert said["state"] == "stopped"
     cancelled_at = run.latest_checkpoint()
@@ -141,7 +141,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
 
     # without its supervisor a run ends
     command("resume", run.root.name, cwd=work)
-    wait_for(lambda: (run.latest_checkpoint() or 0) > cancelled_at, "a checkpoint", START_S)
+    wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > cancelled_at, "a checkpoint")
     before = [each for each in processes_of(run.root) if "submitit" not in " ".join(each.cmdline())]
     os.kill(read_json(run.state)["pid"], signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, before)), "every process to end", 30)

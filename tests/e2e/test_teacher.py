@@ -28,8 +28,8 @@ from tests.e2e.runs import (
     process_of,
     versions_served,
     wait_for_end,
+    wait_in_run,
 )
-from tests.support import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10
@@ -73,7 +73,7 @@ def test_opd_learns_from_a_teacher_that_is_killed_and_started_again_and_its_engi
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
     weights = "weights={transport: delta, full_interval: 4, keep_last: 20}"
     run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}", weights)
-    wait_for(lambda: 1 in versions_served(run), "policy 1 at the engine", START_S)
+    wait_in_run(run, lambda: 1 in versions_served(run), "policy 1 at the engine")
     run.full_weights_request.touch()
     process_of(run.root, "teacher-0").kill()
     assert_it_learnt(run, "ref_kl")
@@ -132,9 +132,9 @@ def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_polic
     teacher = f"{{base_url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
     weights = "weights={transport: broadcast, full_interval: 100}"
     run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}", weights)
-    wait_for(lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy", START_S)
+    wait_in_run(run, lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy")
     reversing_api.is_open.set()
-    wait_for(lambda: 2 in versions_served(run), "policy 2 at the engine", START_S)
+    wait_in_run(run, lambda: 2 in versions_served(run), "policy 2 at the engine")
     process_of(run.root, "inference-0").kill()
     assert_it_learnt(run, "ce")
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
