@@ -30,12 +30,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from machine import ROOT, describe_machine, show
+from machine import ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.files import read_json_or_none
@@ -43,7 +42,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.snapshot import take_snapshot
 from tests.e2e.accounts import contradictions
 from tests.e2e.faults import DEPTHS, SIGNALS, strike
-from tests.e2e.runs import TINY, command, events, last_step, process_of, processes_of
+from tests.e2e.runs import TINY, command, events, last_step, process_of, processes_of, wait_in_run
 from tests.support import is_alive
 
 HEALTH_S = 20
@@ -70,28 +69,20 @@ def make_schedule(count: int, seed: int) -> list[tuple[str, str]]:
     return schedule
 
 
-def wait(run: RunDir, what: str, condition: Callable[[], Any], timeout_s: float = 400.0) -> Any:
-    """What ``condition`` gives once it is true. Raises SystemExit when the run ends or the time is up before."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        if time.monotonic() > deadline or take_snapshot(run).state.is_final:
-            raise SystemExit(f"{what} did not come; see {run.latest_logs}, {run.events}")
-        time.sleep(0.1)
-    return found
-
-
 def one_fault(run: RunDir, process: str, kind: str, pause_s: float) -> dict[str, Any]:
     time.sleep(pause_s)
     step, fault = last_step(run), strike(run, process, kind)
-    noticed = wait(run, f"{process} ({kind}) noticed", lambda: fault.noticed(run))
-    mended = wait(run, f"a successor of {process} ({kind})", lambda: fault.mended(run))
+    wait_in_run(run, lambda: fault.noticed(run), f"{process} ({kind}) is noticed")
+    wait_in_run(run, lambda: fault.mended(run), f"the successor of {process} ({kind})")
     size = run.traces("train").stat().st_size
-    wait(run, "a rollout", lambda: run.traces("train").stat().st_size != size or last_step(run) > step + 1)
+    wait_in_run(
+        run, lambda: run.traces("train").stat().st_size != size or last_step(run) > step + 1, "a rollout"
+    )
     row = {
         "fault": f"{kind} {process}",
         "after step": step,
-        "noticed s": noticed["time"] - fault.time,
-        "ready s": mended["time"] - fault.time,
+        "noticed s": fault.noticed(run)["time"] - fault.time,
+        "ready s": fault.mended(run)["time"] - fault.time,
         "rollout s": time.time() - fault.time,
     }
     print(json.dumps(row), file=sys.stderr, flush=True)
@@ -117,12 +108,7 @@ def main() -> int:
         else:
             rows, lost = measure(folder, options.faults, options.steps, options.seed)
     what = f"{len(rows)} faults in a run of {options.steps} steps, seed {options.seed}, health_s {HEALTH_S}"
-    if options.as_json:
-        print(json.dumps({"what": what, **describe_machine(), "rows": rows, "lost": lost}, indent=1))
-    else:
-        show(what, rows, as_json=False)
-        print("\nlost or counted twice: " + ("; ".join(lost) or "nothing"))
-    return 1 if lost else 0
+    return conclude(what, rows, lost, as_json=options.as_json)
 
 
 def submit(folder: Path, steps: int, *more: str) -> RunDir:
@@ -162,7 +148,7 @@ def measure(folder: Path, faults: int, steps: int, seed: int) -> tuple[list[dict
     try:
         rows = []
         for process, kind in make_schedule(faults, seed):
-            wait(run, "a step", lambda process=process: last_step(run) > struck[process])
+            wait_in_run(run, lambda process=process: last_step(run) > struck[process], "a step")
             if last_step(run) >= steps - 2:
                 break  # the run was faster than its faults
             row = one_fault(run, process, kind, chance.uniform(0, 2))
@@ -195,7 +181,7 @@ def measure_learners(folder: Path, steps: int) -> tuple[list[dict[str, Any]], li
 
 def kill_learner(run: RunDir, process: str, depth: int) -> dict[str, Any]:
     saved = run.latest_checkpoint() or 0
-    wait(run, "a checkpoint", lambda: (run.latest_checkpoint() or 0) > saved)
+    wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > saved, "a checkpoint")
     step, before = last_step(run), processes_of(run.root)
     process_of(run.root, process, depth).kill()
     killed = time.monotonic()

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine and versions that each names, its table, the figure that is asked for, the peak of a profiled computation."""
+"""What benchmarks share: the machine and versions that each names, its table and end, the figure that is asked for, the peak of a profiled computation."""
 
 from __future__ import annotations
 
@@ -46,6 +46,20 @@ def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     print("  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
     for row in rows:
         print("  ".join(f"{_text(row[name]):>{width}}" for name, width in zip(names, widths, strict=True)))
+
+
+def conclude(what: str, rows: Sequence[dict[str, Any]], wrong: Sequence[str], *, as_json: bool) -> int:
+    """The table and what is wrong, in sentences; returns the exit code."""
+    if as_json:
+        print(
+            json.dumps(
+                {"what": what, **describe_machine(), "rows": list(rows), "wrong": list(wrong)}, indent=1
+            )
+        )
+    else:
+        show(what, rows, as_json=False)
+        print("\nwrong: " + ("; ".join(wrong) or "nothing"))
+    return 1 if wrong else 0
 
 
 def _text(value: Any) -> str:

@@ -79,7 +79,7 @@ def take_turns(folder: Path, node: Path, options: argparse.Namespace) -> dict[st
     threading.Thread(target=answer_all, args=(run,), daemon=True).start()
     receiver, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    context.Process(target=receive_all, args=(run.root, theirs), daemon=True).start()
+    context.Process(target=receive_all, args=(run.root, theirs, options.turns + 1), daemon=True).start()
     found = {"filesystem": Measured(), "delta": Measured(), "broadcast": Measured()}
     for turn in range(1, options.turns + 2):
         move(core, options.rate, turn)
@@ -118,7 +118,7 @@ def answer_all(run) -> None:
         time.sleep(0.01)
 
 
-def receive_all(root: Path, connection: Connection) -> None:
+def receive_all(root: Path, connection: Connection, versions: int) -> None:
     """A worker, in a process of its own: says after each version how many bytes came."""
     import torch
 
@@ -131,7 +131,7 @@ def receive_all(root: Path, connection: Connection) -> None:
         time.sleep(0.01)
     store = connect_store(found[0].host, found[0].port)
     group = Group.join(store, "bench", rank=1, size=2, device=torch.device("cpu"))
-    while True:
+    for _ in range(versions):
         connection.send(sum(tensor.clone().nbytes for _, tensor in group.receive()))
 
 
