@@ -20,6 +20,8 @@ PAUSES = 10
 """A pause that is so many times longer than the longest so far is more than a slow step."""
 ASK_EVERY_S = 5.0
 ANSWER_S = 10.0
+SILENT_PORT = 1
+"""Where nobody listens: a host that is there refuses it at once."""
 
 
 @dataclass
@@ -101,9 +103,10 @@ class HealthWatch:
 
 
 async def is_answering(url: str, timeout_s: float) -> bool:
-    """False when a server took the connection and said nothing in time.
+    """False when a server said nothing in time, or its queue of connections is so full that it took none.
 
-    A refused connection is an answer here: its process has ended, and the supervisor knows.
+    A refused connection is an answer here: its process has ended, and the supervisor knows. So is the silence of a whole
+    host: its node is lost, and the scheduler says so.
     """
     parts, writer = urlsplit(url), None
     try:
@@ -116,7 +119,7 @@ async def is_answering(url: str, timeout_s: float) -> bool:
             await reader.readline()
             return True
     except TimeoutError:
-        return writer is None
+        return writer is None and not await _is_up(str(parts.hostname), timeout_s)
     except OSError:
         return True
     finally:
@@ -124,3 +127,15 @@ async def is_answering(url: str, timeout_s: float) -> bool:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+
+async def _is_up(host: str, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, SILENT_PORT)
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # a timeout is one
+        return False
+    writer.close()
+    return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,34 @@ def test_a_server_that_takes_a_connection_and_says_nothing_does_not_answer() -> 
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert not asyncio.run(is_answering(url, 0.5))
     assert asyncio.run(is_answering(url, 0.5))  # refused: it is gone, and known to be
+
+
+@pytest.fixture
+def full_server() -> Iterator[str]:
+    """The URL of a server that takes no connection any more: those that nobody accepted fill its queue."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_whose_queue_of_connections_is_full_does_not_answer(full_server: str) -> None:
+    assert not asyncio.run(is_answering(full_server, 0.5))
+
+
+def test_a_host_that_is_silent_as_a_whole_is_left_to_the_scheduler(
+    full_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(_host: str, _port: int) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    assert asyncio.run(is_answering(full_server, 0.2))
 
 
 def test_a_server_that_was_late_once_does_not_hang(tmp_path: Path) -> None:
