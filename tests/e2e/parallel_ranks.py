@@ -15,7 +15,8 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partialmethod
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,6 +68,7 @@ class Case(TypedDict, total=False):
     is_counted: bool  # count collectives of the last step
     is_exported: bool
     has_deep_ep: bool  # one that works without GPUs
+    compiler: str  # torch.compile's backend; its own takes a minute here to make C++ of a graph
     save_to: str  # a run directory that gets a checkpoint of step 2
     resume_from: str  # train step 3 alone, from that checkpoint
 
@@ -190,8 +192,12 @@ def build_case(case: Case, ranks: int, watchdog: Watchdog, device: torch.device)
 def run_case(
     case: Case, ranks: int, folder: Path, watchdog: Watchdog, device: torch.device = torch.device("cpu")
 ) -> None:
-    stand_in = patch.object(deepep, "import_deep_ep", lambda: deep_ep_on_gloo)
-    with stand_in if case.get("has_deep_ep") else nullcontext(), LargestTensor() as loaded:
+    with ExitStack() as stand_ins, LargestTensor() as loaded:
+        if case.get("has_deep_ep"):
+            stand_ins.enter_context(patch.object(deepep, "import_deep_ep", lambda: deep_ep_on_gloo))
+        if "compiler" in case:
+            compile_with = partialmethod(nn.Module.compile, backend=case["compiler"])
+            stand_ins.enter_context(patch.object(nn.Module, "compile", compile_with))
         core = build_case(case, ranks, watchdog, device)
     world = core.world
     core.small = core.small and not case.get("is_large")

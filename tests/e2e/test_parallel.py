@@ -101,7 +101,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replay-ring-2-expert-2": {
         **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
     },
-    "replay-shard-2-compiled": {**REPLAY, "ranks": 2, "trainer": {"router_replay": True, "compile": True}},
+    "replay-shard-2-compiled": {
+        **REPLAY, "ranks": 2, "trainer": {"router_replay": True, "compile": True}, "compiler": "aot_eager",
+    },
     # images on one of two ranks, and on each in turn
     "vision-2": {**VISION, "ranks": 2, "is_exported": True},
     "vision-frozen-2": {"model": "qwen3_vl", "ranks": 2, **ONE_BY_ONE, "reference": "vision-frozen-1"},
