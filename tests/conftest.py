@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write golden files anew; read the diff in review"
     )
+
+
+def pytest_configure() -> None:
+    # A shell starts what it puts into its background with SIGINT ignored, and so would every command here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time

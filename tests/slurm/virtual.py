@@ -337,18 +337,23 @@ def not_on(node: str) -> str:
     return f'[ "$SLURMD_NODENAME" != {node} ] || {{ echo the fabric of {node} is down; exit 7; }}'
 
 
+class Command(subprocess.Popen[str]):
+    """``primerl-hpc …``, killed when the block around it raises: subprocess would wait for its own end."""
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *rest)
+
+
 def run_cli(*words: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     with start_cli(*words) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        out, err = process.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start_cli(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+def start_cli(*words: str) -> Command:
+    return Command(
         [sys.executable, "-m", "primerl_hpc", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
