@@ -148,9 +148,12 @@ class Follower:
         )
 
     def _on_eval(self, row: dict[str, Any]) -> None:
+        first = row["step"]
+        last = row.get("eval/policy_version/max", first)  # training went on meanwhile
+        policy = f"v{first}" if last <= first else f"v{first} to v{last:.0f}"
         for name, value in row.items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
-                self.say(f"evaluation of policy v{row['step']}: {name.split('/')[1]} reward {value:.3f}")
+                self.say(f"evaluation of policy {policy}: {name.split('/')[1]} reward {value:.3f}")
 
 
 def follow_run(run: RunDir, *, quiet: bool = False, from_end: bool = False) -> int:

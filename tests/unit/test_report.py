@@ -42,7 +42,12 @@ def test_a_step_that_was_skipped_for_nan_is_followed_and_summed_up(
 ) -> None:
     follower, nan = Follower(run), float("nan")
     MetricsWriter(run.metrics("orchestrator")).write(1, {"reward/mean": nan, "off_policy/max": 1.0})
-    MetricsWriter(run.metrics("eval")).write(1, {"eval/held-out/reward/mean": nan})
+    MetricsWriter(run.metrics("eval")).write(
+        1, {"eval/held-out/reward/mean": nan, "eval/policy_version/max": 1}
+    )
+    MetricsWriter(run.metrics("eval")).write(
+        2, {"eval/held-out/reward/mean": 0.5, "eval/policy_version/max": 4}
+    )
     for role in ("sft", "trainer"):
         row = {"loss/mean": nan, "mismatch_kl/all/mean": float("-inf"), "perf/throughput": nan}
         MetricsWriter(run.metrics(role)).write(1, row)
@@ -50,7 +55,8 @@ def test_a_step_that_was_skipped_for_nan_is_followed_and_summed_up(
     print_summary(run, RunState.DONE, None, 5.0)
     shown = capsys.readouterr().out
     assert "1/3 reward nan loss +nan KL -inf age 1" in shown and "loss nan  nan tok/s" in shown
-    assert "policy v1: held-out reward nan" in shown and "mismatch KL     -inf" in shown
+    assert "policy v1: held-out reward nan" in shown and "policy v2 to v4: held-out reward 0.500" in shown
+    assert "mismatch KL     -inf" in shown
     MetricsWriter(run.metrics("trainer")).write(2, {"loss/mean": 0.5})
     charts = re.findall(r"<svg.*?</svg>", write(run), re.S)
     assert charts and "nan" not in "".join(charts)

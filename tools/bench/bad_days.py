@@ -280,7 +280,9 @@ DAYS = {
         fail_a_preflight, profile(f"preflight.health_checks=[{json.dumps(not_on('n1'))}]"), attempts=2
     ),
     "second-supervisor": Day(start_a_second_supervisor),
-    "neighbour": Day(meet_a_neighbour, SHARED_NODES),
+    "neighbour": Day(
+        meet_a_neighbour, SHARED_NODES, recipe={"max_steps": 100}
+    ),  # until the second one trains
 }
 
 # -- one day -------------------------------------------------------------------------------------------------------------
