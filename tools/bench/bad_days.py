@@ -235,9 +235,10 @@ def meet_a_neighbour(cluster: Cluster, real: RealRun) -> None:
     assert read_json(other.run.state)["hosts"] == read_json(real.run.state)["hosts"]
     for run in (real, other):
         run.wait_for_state(RunState.DONE, 2 * READY_S)
-    assert not events(real.run, "role_restarting") + events(other.run, "role_restarting")
+    restarts = events(real.run, "role_restarting") + events(other.run, "role_restarting")
+    assert not restarts, f"the neighbours disturbed each other: {restarts}"
     assert not (wrong := contradictions(other.run)), wrong
-    assert not cluster.processes_of(other.run)
+    wait_for(lambda: not cluster.processes_of(other.run), "the end of the neighbour's processes")
 
 
 def profile(*settings: str) -> tuple[str, ...]:
