@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.files import read_json, read_json_or_none
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.types import load_plan
@@ -345,9 +346,12 @@ def spend(name: str, day: Day, cluster: Cluster, folder: Path) -> tuple[dict[str
 
 
 def until_released(real: RealRun) -> float:
-    """Seconds from the end of trainer and orchestrator until no job is in the queue, not even one that completes."""
+    """Seconds from the end of the last trainer or orchestrator, a neighbour's too, until no job is in the queue, not even one
+    that completes.
+    """
     wait_for(lambda: not ask(["squeue", "--noheader"]).strip(), "an empty queue")
-    return time.time() - max(row["time"] for row in events(real.run, "role_exited"))
+    so_far = [RunDir(root) for root in real.run.root.parent.iterdir()]
+    return time.time() - max(row["time"] for run in so_far for row in events(run, "role_exited"))
 
 
 def clear(real: RealRun, cluster: Cluster) -> None:
