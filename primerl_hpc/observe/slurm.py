@@ -51,9 +51,8 @@ class JobWatcher:
             self._next = 0.0
         elif any(self._told[job] != jobs[job] for job in wanted):
             self._next = min(self._next, self._last + FIRST_PAUSE_S)
-            self._pause_s = (
-                FIRST_PAUSE_S / 2
-            )  # its job follows soon, and may still be as it was at the next question
+            # its job follows soon, and may still be as it was at the next question
+            self._pause_s = FIRST_PAUSE_S / 2
         if wanted and self._clock() >= self._next:
             self._told = dict(jobs)
             self._refresh(sorted(wanted))

@@ -66,9 +66,8 @@ class FlopCounter:
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
-        lengths = np.array(
-            [length for row in rows for length in row.sample_lengths], float
-        )  # a rank may have no row
+        # a rank may have no row
+        lengths = np.array([length for row in rows for length in row.sample_lengths], float)
         pairs = sum(count * seen_keys(lengths, window) for window, count in self.windows.items())
         return self.dense * tokens + self.attention * pairs
 

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.observe.snapshot import take_snapshot
 from tests.support import ROOT, is_alive, wait_for
 
@@ -109,15 +110,24 @@ def last_step(run: RunDir) -> int:
     return max(read_steps(run.metrics("trainer")), default=0)
 
 
-def wait_in_run(run: RunDir, condition: Callable[[], object], what: str, timeout_s: float = START_S) -> None:
-    """Until ``condition`` holds. Raises AssertionError at once when the run ends before that."""
+def wait_in_run(
+    run: RunDir,
+    condition: Callable[[], object],
+    what: str,
+    timeout_s: float = START_S,
+    jobs: Callable[[], Mapping[str, JobFact] | None] = lambda: None,
+) -> None:
+    """Until ``condition`` holds. Raises AssertionError at once when the run ends before that.
+
+    ``jobs``: what SLURM says of it, where it is a job.
+    """
 
     def is_so() -> bool:
         # asked in this order: what a run's last moment brings is there when the run is seen to have ended
-        state = take_snapshot(run).state if run.state.exists() else None
+        state = take_snapshot(run, jobs()).state
         if condition():
             return True
-        assert state is None or not state.is_final, f"{run.root.name} is {state} before {what}: {told(run)}"
+        assert not state.is_final, f"{run.root.name} is {state} before {what}: {told(run)}"
         return False
 
     wait_for(is_so, what, timeout_s, lambda: told(run))

@@ -11,7 +11,7 @@ import psutil
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import ask
+from primerl_hpc.common.slurm import JobFact, ask
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import take_snapshot
 from tests.slurm.virtual import Cluster, wait_for
@@ -36,9 +36,13 @@ class RealRun:
     def __init__(self, root: Path, said: str) -> None:
         self.run, self.jobs, self.said = RunDir(root), JobWatcher(), said
 
+    def facts(self) -> dict[str, JobFact]:
+        """What SLURM says of its jobs."""
+        return self.jobs.facts_of([self.run])
+
     @property
     def state(self) -> RunState:
-        return take_snapshot(self.run, self.jobs.facts_of([self.run])).state
+        return take_snapshot(self.run, self.facts()).state
 
     @property
     def job(self) -> str:

@@ -65,13 +65,18 @@ def test_only_what_squeue_has_forgotten_is_looked_up_in_accounting(slurm: Slurm,
     assert slurm.asked == ["squeue", "sacct", "squeue"]  # an ended job is not asked about again
 
 
-def test_questions_become_rarer_while_nothing_changes_and_prompt_when_the_run_does(
-    slurm: Slurm, jobs: JobWatcher
-) -> None:
+def watch_for_ten_minutes(slurm: Slurm, jobs: JobWatcher) -> None:
+    """Job 1, which runs all the time."""
     slurm.squeue = line("1", "RUNNING", "None", "", "n1")
     for _ in range(600):
         jobs.facts({"1": "running"})
         slurm.now += 1.0
+
+
+def test_questions_become_rarer_while_nothing_changes_and_prompt_when_the_run_does(
+    slurm: Slurm, jobs: JobWatcher
+) -> None:
+    watch_for_ten_minutes(slurm, jobs)
     rare = len(slurm.asked)
     assert rare < 20
     slurm.now += FIRST_PAUSE_S
@@ -82,10 +87,7 @@ def test_questions_become_rarer_while_nothing_changes_and_prompt_when_the_run_do
 def test_the_end_of_a_job_is_seen_soon_after_its_run_said_so_though_slurm_was_slower(
     slurm: Slurm, jobs: JobWatcher
 ) -> None:
-    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
-    for _ in range(600):
-        jobs.facts({"1": "running"})
-        slurm.now += 1.0
+    watch_for_ten_minutes(slurm, jobs)
     jobs.facts({"1": "failed"})
     slurm.squeue = line("1", "FAILED", "NonZeroExitCode", "", "n1")
     slurm.now += 2 * FIRST_PAUSE_S

@@ -41,7 +41,7 @@ from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.types import load_plan
 from tests.e2e.accounts import contradictions
 from tests.e2e.faults import DEPTHS
-from tests.e2e.runs import events, last_step
+from tests.e2e.runs import events, last_step, wait_in_run
 from tests.slurm.real import READY_S, SMALL, RealRun
 from tests.slurm.virtual import NODES, Cluster, not_on, wait_for
 from tests.support import make_tiny_model
@@ -67,22 +67,13 @@ class Day:
 # -- waiting and looking -------------------------------------------------------------------------------------------------
 
 
-def wait_in_run(real: RealRun, condition: Callable[[], object], what: str) -> None:
-    """Raises AssertionError at once when the run ends before."""
-
-    def is_so() -> bool:
-        assert not real.state.is_final, f"the run is {real.state} before {what}"
-        return bool(condition())
-
-    wait_for(is_so, what, READY_S, real.words)
-
-
 def wait_for_step(real: RealRun, step: int) -> None:
-    wait_in_run(real, lambda: last_step(real.run) >= step, f"step {step}")
+    wait_in_run(real.run, lambda: last_step(real.run) >= step, f"step {step}", jobs=real.facts)
 
 
 def wait_for_event(real: RealRun, name: str, count: int = 1) -> None:
-    wait_in_run(real, lambda: len(events(real.run, name)) >= count, f"{name} ({count})")
+    arrived = lambda: len(events(real.run, name)) >= count  # noqa: E731
+    wait_in_run(real.run, arrived, f"{name} ({count})", jobs=real.facts)
 
 
 def host_of(real: RealRun, process: str) -> str:
@@ -231,7 +222,7 @@ def meet_a_neighbour(cluster: Cluster, real: RealRun) -> None:
     """A second run of the same recipe on the same nodes at the same time; both end well."""
     wait_for_step(real, 1)
     other = submit("neighbour-2", DAYS["neighbour"], real.run.root.parent.parent)
-    wait_in_run(other, lambda: last_step(other.run) >= 3, "a step of the neighbour")
+    wait_for_step(other, 3)
     assert not real.state.is_final, "the first run was over before its neighbour had begun"
     assert read_json(other.run.state)["hosts"] == read_json(real.run.state)["hosts"]
     for run in (real, other):

@@ -294,7 +294,7 @@ def verdicts(rows: list[dict]) -> list[bool]:
         is_met("rows above the cap", sum(row["over"] for row in ours), at_most=0),
         is_met(
             "lead in lock-step efficiency over who keeps the cap in as few rows",
-            round(min(leads), 6),
+            round(min(leads), 12),
             at_least=0,
         ),
     ]

@@ -97,7 +97,7 @@ def run_recipe(recipe: str, seed: int, folder: Path, overrides: list[str]) -> di
     model = [str(ROOT / "tools" / "tiny-model"), f"outputs/{name}", *options, "--seed", str(seed)]
     subprocess.run([sys.executable, *model], cwd=folder, check=True, stdout=sys.stderr)
     words = [word for text in (f"seed={seed}", *overrides) for word in ("--set", text)]
-    root = folder / "runs" / run_name(recipe)
+    root = folder / "runs" / f"{load_recipe(recipe).recipe.name}-001"
     if root.exists():
         return {"recipe": recipe, "seed": seed, **measured(RunDir(root), expected)}
     watch = MemoryWatch(root)
@@ -128,28 +128,15 @@ def run_recipe(recipe: str, seed: int, folder: Path, overrides: list[str]) -> di
     }
 
 
-def run_name(recipe: str) -> str:
-    """As the first run of it is named, and as recipes that need it call it."""
-    return f"{load_recipe(recipe).recipe.name}-001"
-
-
-def held_out(run: RunDir) -> dict[int, float]:
-    """Reward by policy version."""
-    rows = read_steps(run.metrics("eval"))
-    return {version: row["eval/held-out/reward/mean"] for version, row in rows.items()}
-
-
 def measured(run: RunDir, expected: Expected) -> dict[str, object]:
-    evaluations = held_out(run)
+    evaluations = {
+        version: row["eval/held-out/reward/mean"] for version, row in read_steps(run.metrics("eval")).items()
+    }
     rows = list(read_steps(run.metrics("trainer")).values())[-3:]
     kl = sum(row["mismatch_kl/all/mean"] for row in rows) / len(rows) if rows and expected.kl_max else None
     batches = read_steps(run.metrics("orchestrator")).values()
     scores = [evaluations[version] for version in sorted(evaluations)] or [float("nan")]
     before, after = scores[0], scores[-1]
-    if (
-        expected.needs
-    ):  # it starts from that run's v0; its own may be evaluated while better ones are loaded already
-        before = held_out(RunDir(run.root.parent / run_name(expected.needs)))[0]
     state = take_snapshot(run).state
     is_met = (
         state == RunState.DONE
