@@ -2,7 +2,8 @@
 
 Version v0 (when asked for), every ``interval``-th version and the last are evaluated. One evaluation is all
 environments that are due at a version; its row in ``metrics/eval.jsonl`` has the version as its step. Its rollouts are
-started before training goes on; where the policy changed meanwhile, ``eval/policy_version/max`` says so.
+started before training goes on; where the policy changed meanwhile, ``eval/policy_version/max`` says so. Where a teacher
+samples for training, the policy does not change meanwhile.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ class Orchestrator:
             next_version=self.evaluator.next_due,
             on_pending=self._on_pending,
             on_live=self._on_live,
+            may_update=self._may_update,
         )
         self.engines = EngineWatch(
             fleet,
@@ -246,7 +247,7 @@ class Orchestrator:
         """
         start, timeout_s = time.monotonic(), self.recipe.timeouts.weights_s
         while not condition():
-            waited_s = time.monotonic() - max(start, self.watcher.last_live)
+            waited_s = time.monotonic() - max(start, self.watcher.waiting_since)
             if waited_s > timeout_s and not self.driver.is_updating:
                 raise TimeoutWaitingError(
                     f"waited {timeout_s} s for {what}", mend="see logs/latest/trainer.log"
@@ -267,6 +268,11 @@ class Orchestrator:
         self.driver.open_evaluation(version)
         self.runner.wake()
 
+    def _may_update(self) -> bool:
+        """Engines that no training rollout needs finish an evaluation with the policy that they began it with."""
+        samples = {algorithm.samples_from for algorithm in self.recipe.algorithms}
+        return samples != {"teacher"} or not self.evaluator.num_open
+
     def _take_back(self, count: int) -> None:
         """Engines are overfull: the youngest groups are begun anew later."""
         cancels = self.dispatcher.cancel_youngest(count)
@@ -284,7 +290,7 @@ class Orchestrator:
             self._closed_since = None
             return
         self._closed_since = self._closed_since or now
-        waited_s = now - max(self._closed_since, self.watcher.last_live)
+        waited_s = now - max(self._closed_since, self.watcher.waiting_since)
         if waited_s > self.recipe.timeouts.weights_s and not self.driver.is_updating:
             raise TimeoutWaitingError(
                 f"waited {self.recipe.timeouts.weights_s} s for policy version {self.dispatcher.version + 1}",

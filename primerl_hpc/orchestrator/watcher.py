@@ -44,9 +44,10 @@ class WeightWatcher:
         next_version: Callable[[int, int], int],
         on_pending: Callable[[int], None],
         on_live: Callable[[int], None],
+        may_update: Callable[[], bool] = lambda: True,
         holder: str = READER,
     ) -> None:
-        """``next_version(live, newest)``: which of the versions in (live, newest] to load.
+        """``next_version(live, newest)``: which of the versions in (live, newest] to load; none while not ``may_update()``.
 
         ``base_model``: what v0 is; None where v0 is a version that the trainer writes, as all others: adapters.
 
@@ -54,9 +55,10 @@ class WeightWatcher:
         """
         self.run, self.fleet, self.reader, self.base_model = run, fleet, reader, base_model
         self.engines_timeout_s = engines_timeout_s
-        self.next_version, self.on_pending, self.on_live = next_version, on_pending, on_live
+        self.next_version, self.may_update = next_version, may_update
+        self.on_pending, self.on_live = on_pending, on_live
         self.holder, self.version = holder, -1
-        self.last_live = time.monotonic()
+        self.waiting_since = time.monotonic()  # for the version after the live one
         self.update_seconds: list[float] = []
         self.paused_seconds: list[float] = []  # of them, from the engines' pause to their resumption
         self._leased_at = 0.0
@@ -92,7 +94,9 @@ class WeightWatcher:
             newest = None
             with patience:
                 newest = await asyncio.to_thread(self.reader.newest)
-            if newest is not None and newest > self.version:
+            if not (may_update := self.may_update()):
+                self.waiting_since = time.monotonic()
+            if may_update and newest is not None and newest > self.version:
                 async with self._renewing():
                     await self._update(newest)
             elif time.monotonic() >= next_reconcile:
@@ -232,7 +236,7 @@ class WeightWatcher:
 
     def _live(self, source: Source, version: int) -> None:
         previous, self.version, self._source = self.version, version, source
-        self.last_live = time.monotonic()
+        self.waiting_since = time.monotonic()
         write_json(self.run.live_version, {"version": version})
         if previous >= 0 and previous != version:
             self.reader.close(previous, self.holder)

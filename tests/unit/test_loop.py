@@ -66,7 +66,7 @@ def waiting(*, is_updating: bool) -> Orchestrator:
         recipe=SimpleNamespace(timeouts=SimpleNamespace(weights_s=100)),
         dispatcher=SimpleNamespace(lead=2, max_off_policy_steps=1, version=3),
         driver=SimpleNamespace(is_updating=is_updating),
-        watcher=SimpleNamespace(last_live=0.0),
+        watcher=SimpleNamespace(waiting_since=0.0),
         _closed_since=None,
         _closed_s=0.0,
     )
@@ -92,6 +92,25 @@ def test_the_end_too_waits_for_engines_that_load_the_last_version(clock: Clock) 
     with pytest.raises(TimeoutWaitingError, match="policy version 9"):
         asyncio.run(made._until(lambda: False, "policy version 9"))
     assert clock.now == 300
+
+
+@pytest.mark.parametrize(
+    ("sources", "num_open", "may_update"),
+    [
+        (["teacher", "teacher"], 1, False),
+        (["teacher", "teacher"], 0, True),
+        (["teacher", "policy"], 1, True),
+        (["policy"], 1, True),
+    ],
+)
+def test_an_evaluation_keeps_its_policy_where_no_training_rollout_needs_the_next(
+    sources: list[str], num_open: int, may_update: bool
+) -> None:
+    made = orchestrator(
+        recipe=SimpleNamespace(algorithms=[SimpleNamespace(samples_from=source) for source in sources]),
+        evaluator=SimpleNamespace(num_open=num_open),
+    )
+    assert made._may_update() is may_update
 
 
 def fail(tmp_path: Path, clock: Clock, at: list[float]) -> None:

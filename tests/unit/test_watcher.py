@@ -20,7 +20,11 @@ from tests.unit.test_weights_delta import write_link, write_whole
 
 
 def watch(
-    run: RunDir, fleet: Fleet, live: list[int], reader: Callable[[RunDir], WeightReader] = DeltaWeightReader
+    run: RunDir,
+    fleet: Fleet,
+    live: list[int],
+    reader: Callable[[RunDir], WeightReader] = DeltaWeightReader,
+    may_update: Callable[[], bool] = lambda: True,
 ) -> WeightWatcher:
     return WeightWatcher(
         run,
@@ -31,6 +35,7 @@ def watch(
         next_version=lambda _, newest: newest,
         on_pending=lambda version: None,
         on_live=live.append,
+        may_update=may_update,
     )
 
 
@@ -84,6 +89,31 @@ def test_a_late_engine_that_cannot_follow_the_links_is_brought_by_the_same_versi
             await until(run.full_weights_request.exists)
             write_whole(run, 2)
             await until(lambda: engines[0].state.version == 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_while_updates_are_held_back_nobody_is_late_and_then_the_newest_version_is_loaded(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (run, fleet, _):
+            live: list[int] = []
+            is_held = [True]
+            watcher = watch(run, fleet, live, may_update=lambda: not is_held[0])
+            await watcher.load(0)
+            task = asyncio.create_task(watcher.watch())
+            write_whole(run, 1)
+            for _ in range(3):
+                before = watcher.waiting_since
+                await until(lambda: watcher.waiting_since > before)  # noqa: B023
+            assert live == [0] and set((await fleet.versions()).values()) == {0}
+            write_whole(run, 2)
+            is_held[0] = False
+            await until(lambda: live == [0, 2])
+            assert set((await fleet.versions()).values()) == {2}
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
