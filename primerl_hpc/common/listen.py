@@ -24,7 +24,7 @@ def listen_host(num_nodes: int) -> str:
     if num_nodes <= 1:
         return "127.0.0.1"
     if (interface := env.interface()) is not None:
-        return _address_of(interface)
+        return address_of(interface)
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         return address
@@ -34,7 +34,8 @@ def listen_host(num_nodes: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
+    """This node's IPv4 address there. Raises ConfigError where there is none."""
     asked = struct.pack("256s", interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

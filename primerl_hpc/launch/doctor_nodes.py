@@ -117,6 +117,7 @@ def wants_of(profile: Profile) -> dict[str, object]:
         "pythons": list(dict.fromkeys(pythons)),
         "gpus": profile.node.gpus,
         "scratch": profile.scratch,
+        "interface": profile.network.interface,
         **profile.preflight.model_dump(mode="json"),
     }
 

@@ -221,6 +221,7 @@ def _preflight(phases: tuple[PhasePlan, ...], profile: Profile, python: str) -> 
         gpus=profile.node.gpus,
         scratch=profile.scratch,
         srun_args=profile.scheduler.srun_extra,
+        interface=profile.network.interface,
         **profile.preflight.model_dump(exclude={"enabled"}),
     )
 

@@ -117,6 +117,8 @@ class PreflightPlan(Block):
     health_checks: tuple[str, ...]
     srun_args: tuple[str, ...] = ()
     """What the profile asks of every srun."""
+    interface: str | None = None
+    """Whose address peers will use; None: that of the node's name."""
 
 
 class Plan(Block):

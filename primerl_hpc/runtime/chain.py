@@ -15,6 +15,7 @@ from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.sbatch import RefusedError, submit_copy
 from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.runtime.allocation import ANSWER_S, PATIENCE_S, insist, run_slurm
+from primerl_hpc.runtime.journal import patiently
 
 NO_PROGRESS = "ended before a new checkpoint: another attempt would end the same way"
 _KEEP_ENDING = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE)
@@ -96,9 +97,14 @@ async def queue_next_link(run: RunDir, chain: Chain, mine: str) -> tuple[str | N
         return None, str(error)
     except OSError as error:  # a full disk, no sbatch on compute nodes
         return None, f"the next job could not be queued ({error})"
-    copy.rename(folder / f"{link}_submission.sh")
-    job, links = read_json_or_none(run.job) or {}, [*chain.links, link]
-    write_json(run.job, {**job, "links": links})
+    links = [*chain.links, link]
+    try:
+        job = await patiently(lambda: read_json_or_none(run.job) or {})
+        await patiently(lambda: write_json(run.job, {**job, "links": links}))
+        copy.rename(folder / f"{link}_submission.sh")
+    except OSError as error:  # it goes on with the run all the same, as a job that stands alone
+        log.warning("job %s is queued to go on with the run, and could not be noted: %s", link, error)
+        return link, ""
     for after in job.get("after", {}).values():  # they waited for this job alone, which ends unfinished
         wait = "?".join(f"afterok:{each}" for each in links)
         await insist("scontrol", "update", f"JobId={after['job_id']}", f"Dependency={wait}")

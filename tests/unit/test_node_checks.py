@@ -53,11 +53,12 @@ def test_this_machine_is_fit_and_says_so_beside_the_request(
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     path = tmp_path / "preflight" / "request.json"
-    write_json(path, request_of(health_checks=["echo fine"]))
+    write_json(path, request_of(health_checks=["echo fine"], interface="lo"))
     assert node_checks.main([str(path)]) == 0
     result = read_json(path.with_name("n7.json"))
     assert result["node"] == "n7" and result["nonce"] == "n"
     assert {finding["level"] for finding in result["findings"]} == {"ok"}, result
+    assert "ports of 127.0.0.1 can be bound and reached" in {each["said"] for each in result["findings"]}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_this_machine_is_fit_and_says_so_beside_the_request(
         ("scratch", {"scratch": "/proc/nowhere"}, "cannot be written"),
         ("scratch", {"min_scratch_gib": 1e9}, "GiB free"),
         ("memory", {"min_memory_gib": 1e9}, "GiB available"),
+        ("network", {"interface": "ib7"}, "no IPv4 address on interface ib7"),
         ("site", {"health_checks": ["true", "echo link is down; exit 3"]}, "ended with 3: link is down"),
     ],
 )

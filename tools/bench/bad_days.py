@@ -380,7 +380,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(DAYS), help=f"some of {','.join(DAYS)}")
+    parser.add_argument("--only", default=",".join(DAYS), help=f"some of {', '.join(DAYS)}, by commas")
     parser.add_argument("--keep", type=Path, help="folder for the runs, kept; default: a temporary one")
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
