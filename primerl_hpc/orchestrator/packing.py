@@ -28,6 +28,9 @@ from primerl_hpc.transport.rollouts import MicroBatch, empty_row
 # models of 0.6 to 4 B parameters. Only balance depends on it.
 QUADRATIC_AT_TOKENS = 16_384
 
+COST_UNITS = 1 << 20
+"""In a token's linear cost: costs are whole numbers while rows are filled."""
+
 TIGHT_SHARES = (4, 8, 16)
 """Where plain LPT finds no room: samples above cap/4 (then /8, /16) are placed for tightness, the rest for cost."""
 
@@ -81,28 +84,29 @@ def assign_rows(lengths: NDArray[np.int64], cap: int, num_ranks: int) -> list[li
     Every length must be in [1, cap]. Never more rows than first-fit decreasing needs, rounded up to the multiple.
     """
     order = np.argsort(-lengths, kind="stable").tolist()
-    sizes, costs = lengths.tolist(), cost_of(lengths).tolist()
+    sizes = lengths.tolist()
+    costs = np.rint(cost_of(lengths) * COST_UNITS).astype(np.int64).tolist()
     needed = max(1, -(-int(lengths.sum()) // cap))
     num_rows = -(-needed // num_ranks) * num_ranks
-    if (rows := _place(order, sizes, costs, cap, num_rows)) is not None:
-        return rows
-    tight = _first_fit(order, sizes, cap)
-    tight += [[] for _ in range(-len(tight) % num_ranks)]
+    tight: list[list[int]] | None = None
     while True:
+        if (rows := _place(order, sizes, costs, cap, num_rows)) is not None:
+            return rows
         for share in TIGHT_SHARES:
             if (rows := _place(order, sizes, costs, cap, num_rows, tight_above=cap // share)) is not None:
                 return rows
+        if tight is None:
+            tight = _first_fit(order, sizes, cap)
+            tight += [[] for _ in range(-len(tight) % num_ranks)]
         if num_rows >= len(tight):
             return _even_out(tight, sizes, costs, cap, num_ranks)
         num_rows += num_ranks
-        if (rows := _place(order, sizes, costs, cap, num_rows)) is not None:
-            return rows
 
 
 def _place(
     order: list[int],
     sizes: list[int],
-    costs: list[float],
+    costs: list[int],
     cap: int,
     num_rows: int,
     tight_above: int | None = None,
@@ -110,44 +114,45 @@ def _place(
     """Longest first into the cheapest row with room; those above ``tight_above`` into the fullest row with room.
 
     None when a sample found no row. A row too full for the sample at hand is parked by its room and comes back when
-    samples are small enough, so each placement moves a row at most once in and once out.
+    samples are small enough, so each placement moves a row at most once in and once out. A row in a heap or sorted list is
+    one number, what it is sorted by and then the row, which compares faster than a pair.
     """
+    bits = num_rows.bit_length()
+    mask = (1 << bits) - 1
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    room, spent = [cap] * num_rows, [0.0] * num_rows
+    room, spent = [cap] * num_rows, list(range(num_rows))  # spent: cost, row
     num_tight = 0
     if tight_above is not None:
         num_tight = sum(size > tight_above for size in sizes)
-        open_rows: list[tuple[int, int]] = []  # (room, row), the fullest first
+        open_rows: list[int] = []  # room, row: the fullest first
         for index in order[:num_tight]:
             size = sizes[index]
             if len(open_rows) < num_rows:
                 row = len(open_rows)
-            elif (position := bisect_left(open_rows, (size, -1))) < num_rows:
-                row = open_rows.pop(position)[1]
+            elif (position := bisect_left(open_rows, size << bits)) < num_rows:
+                row = open_rows.pop(position) & mask
             else:
                 return None
             rows[row].append(index)
             room[row] -= size
-            spent[row] += costs[index]
-            insort(open_rows, (room[row], row))
-    cheapest = [(cost, row) for row, cost in enumerate(spent)]
+            spent[row] += costs[index] << bits
+            insort(open_rows, room[row] << bits | row)
+    cheapest = spent[:]
     heapq.heapify(cheapest)
-    parked: list[tuple[int, int, float]] = []  # (-room, row, cost)
-    push, pop = heapq.heappush, heapq.heappop
+    parked: list[int] = []  # cap - room, row
+    push, pop, replace_first = heapq.heappush, heapq.heappop, heapq.heapreplace
     for index in order[num_tight:]:
         size = sizes[index]
-        while parked and -parked[0][0] >= size:
-            _, row, cost = pop(parked)
-            push(cheapest, (cost, row))
-        while cheapest and room[cheapest[0][1]] < size:
-            cost, row = pop(cheapest)
-            push(parked, (-room[row], row, cost))
+        while parked and parked[0] >> bits <= cap - size:
+            push(cheapest, spent[pop(parked) & mask])
+        while cheapest and room[row := cheapest[0] & mask] < size:
+            spent[row] = pop(cheapest)
+            push(parked, cap - room[row] << bits | row)
         if not cheapest:
             return None
-        cost, row = cheapest[0]
         rows[row].append(index)
         room[row] -= size
-        heapq.heapreplace(cheapest, (cost + costs[index], row))
+        replace_first(cheapest, cheapest[0] + (costs[index] << bits))
     return rows
 
 
@@ -166,11 +171,11 @@ def _first_fit(order: list[int], sizes: list[int], cap: int) -> list[list[int]]:
 
 
 def _even_out(
-    rows: list[list[int]], sizes: list[int], costs: list[float], cap: int, num_ranks: int
+    rows: list[list[int]], sizes: list[int], costs: list[int], cap: int, num_ranks: int
 ) -> list[list[int]]:
     """The samples of each micro-step spread anew over its rows, where that makes its costliest row cheaper."""
 
-    def cost(row: list[int]) -> float:
+    def cost(row: list[int]) -> int:
         return sum(costs[index] for index in row)
 
     rows = sorted(rows, key=lambda row: -cost(row))
