@@ -80,11 +80,11 @@ def _print_places(run: RunDir, state: RunState, trainer: str) -> None:
     click.echo(f"numbers         {shown(run.root / 'metrics')}")
     name = run.root.name
     if state in (RunState.STOPPED, RunState.CANCELLED):
-        click.echo(f"\nnext:  primerl-hpc resume {name}")
+        _print_next(f"resume {name}")
     elif run.scores.exists():
-        click.echo(f"\nnext:  primerl-hpc scores {name} --svg scores.svg")
+        _print_next(f"scores {name} --svg scores.svg")
     else:
-        click.echo(f"\nnext:  primerl-hpc status {name}   or   primerl-hpc logs {name} {trainer}".rstrip())
+        _print_next(f"status {name}", f"logs {name} {trainer}".rstrip())
 
 
 def _print_failure(run: RunDir, message: str | None) -> None:
@@ -97,4 +97,13 @@ def _print_failure(run: RunDir, message: str | None) -> None:
         click.echo(f"    log: {failure.get('log')}")
     else:
         click.echo(f"failed: {message}")
-    click.echo(f"\nnext:  primerl-hpc diagnose {run.root.name}   then   primerl-hpc resume {run.root.name}")
+    _print_next(f"diagnose {run.root.name}", f"resume {run.root.name}")
+
+
+def _print_next(*commands: str) -> None:
+    """A command per line: names of runs are long, and terminals 80 columns wide."""
+    label = "next:"
+    click.echo()
+    for command in commands:
+        click.echo(f"{label}  primerl-hpc {command}")
+        label = " " * len(label)
