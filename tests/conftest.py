@@ -22,8 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # A shell starts what it puts into its background with SIGINT ignored, and so would every command here.
+    # A shell starts what it puts into its background with SIGINT ignored, nohup with SIGHUP, and so would every command
+    # here. What is caught is not inherited: the tests themselves go on after a hangup.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 # end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time
