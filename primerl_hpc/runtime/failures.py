@@ -21,8 +21,13 @@ from primerl_hpc.plan.types import ProcessPlan
 from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 LAST_LINES = 40
+REPORT_LINES = 2000
+"""torchrun's report has the traceback of every rank that raised."""
 TORCHRUN_ERROR = "error.json"
-_ROOT_CAUSE = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
+_FALLEN = re.compile(r"rank\s*:\s*(\d+) \(local_rank.*?exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)", re.S)
+_ENDED_BY_TORCHRUN = re.compile(r"(?:Sending|Unable to shutdown) process (\d+) ")
+_ECHOES = ("SIGABRT", "SIGTERM")
+"""How ranks end whose peer is gone (NCCL's watchdog aborts), and those that are told to."""
 
 
 def describe_failure(
@@ -34,7 +39,7 @@ def describe_failure(
     """
     process, run, written = launch.process, launch.run_dir, written or {}
     log = status.log or launch.log
-    lines = last_lines(log, written.get(log, 0))
+    lines = last_lines(log, written.get(log, 0), count=REPORT_LINES)
     lines = lines or last_lines(launch.scheduler_log, written.get(launch.scheduler_log, 0))
     cause = find_cause(
         lines,
@@ -55,7 +60,7 @@ def describe_failure(
         "reason": reason,
         "message": cause.message,
         "log": str(log),
-        "last_lines": lines,
+        "last_lines": lines[-LAST_LINES:],
     }
 
 
@@ -104,9 +109,9 @@ def find_cause(
     A killed rank says nothing; its peers do, about their lost connection: so torchrun's word that a rank was killed
     comes before theirs.
     """
-    summary = _torchrun_summary(lines)
-    if summary is not None and summary.exit_status.signal is not None:
-        rank, how = summary.rank, str(summary.exit_status)
+    first = _torchrun_report(lines)
+    if first is not None and first.exit_status.signal is not None:
+        rank, how = first.rank, str(first.exit_status)
         hint = " (out of memory?)" if how == "SIGKILL" else ""
         return Cause(rank, None, how, f"rank {rank} was killed by {how}{hint}")
     signal = str(status) if status.signal else None
@@ -115,7 +120,7 @@ def find_cause(
         return Cause(told.get("rank"), told.get("exit_code", exit_code), signal, told["message"])
     if raised is not None:
         return Cause(raised["rank"], exit_code, signal, raised["message"])
-    return Cause(summary.rank if summary else None, exit_code, signal, _last_words(lines))
+    return Cause(first.rank if first else None, exit_code, signal, _last_words(lines))
 
 
 def effective_code(run: RunDir, process: ProcessPlan, status: ExitStatus) -> int:
@@ -183,16 +188,28 @@ def _rank_of(path: Path, ranks_per_node: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class RootCause:
+class Fallen:
     rank: int
     exit_status: ExitStatus
+    pid: str
 
 
-def _torchrun_summary(lines: list[str]) -> RootCause | None:
-    """``Root Cause`` of torchrun's report: the first rank that it saw die, and how (-9 for a SIGKILL)."""
-    _, _, tail = "\n".join(lines).partition("Root Cause")
-    match = _ROOT_CAUSE.search(tail)
-    return RootCause(int(match[1]), ExitStatus(int(match[2]))) if match else None
+def _torchrun_report(lines: list[str]) -> Fallen | None:
+    """The rank that fell first by torchrun's report, and how (-9 for a SIGKILL).
+
+    Its ``Root Cause`` is the earliest time, in whole seconds: of an error, when it was raised, of a kill, when torchrun
+    saw it. So the error of a peer may seem to be older than the kill of which it is the echo: a rank that was killed, and
+    not by torchrun, goes before.
+    """
+    text = "\n".join(lines)
+    report = text.rpartition("Failures:")[2]
+    fallen = [Fallen(int(rank), ExitStatus(int(code)), pid) for rank, code, pid in _FALLEN.findall(report)]
+    ended = set(_ENDED_BY_TORCHRUN.findall(text))
+    for each in fallen:
+        how = each.exit_status
+        if how.signal is not None and str(how) not in _ECHOES and each.pid not in ended:
+            return each
+    return fallen[-1] if fallen else None  # the root cause stands last
 
 
 def _last_words(lines: list[str]) -> str:

@@ -72,6 +72,7 @@ class Supervisor:
             if (code := await self.succession.begin()) is not None:
                 return code
             self._install_signal_handlers()
+            await patiently(self._clear_earlier_life)
             self._open_attempt()
             if is_there(self.run_dir.stop_request):
                 return await self._end_before_start()
@@ -200,7 +201,7 @@ class Supervisor:
 
     # -- before the first process ----------------------------------------------------------------------------------
 
-    def _open_attempt(self) -> None:
+    def _clear_earlier_life(self) -> None:
         run = self.run_dir
         logs = run.attempt_logs(self.attempt)
         logs.mkdir(parents=True, exist_ok=True)
@@ -217,6 +218,8 @@ class Supervisor:
         for stale in ("endpoints", "errors", "outcomes", "restart_requests", "broadcast"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
+
+    def _open_attempt(self) -> None:
         self.journal.reserve.make()
         state = self.journal.state = {
             "attempt": self.attempt,

@@ -473,6 +473,16 @@ def test_a_filesystem_that_falters_for_a_moment_ends_nothing(toy: Toy) -> None:
     assert toy.supervisor.stderr.read().count("cannot see the run directory") == 1
 
 
+def test_an_attempt_begins_when_the_run_directory_answers(toy: Toy) -> None:
+    toy.add(Role.TRAINER, "print('trained')", OnExit.ENDS_PHASE)
+    toy.run.failure.mkdir(parents=True)  # of an earlier attempt; to unlink it is an OSError
+    toy.start()
+    toy.wait_until_it_says("trying again")
+    assert not toy.events("attempt_started")
+    toy.run.failure.rmdir()
+    assert toy.end() == ExitCode.DONE
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_an_exit_that_cannot_be_written_down_at_once_counts_all_the_same(toy: Toy, code: int) -> None:
     """Lost, it would hold the nodes until the walltime: nothing else happens that anybody waits for."""
