@@ -34,6 +34,8 @@ SHARED = {
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
     "serving": ("test_chat", "test_env_server", "test_inference", "test_prefill"),
 }
+LONG = ("e2e/test_trainer", "e2e/test_parallel", "unit/test_supervisor")
+"""Modules that take minutes: before the others, for the same reason."""
 
 
 def lane(nodeid: str) -> tuple[int, str]:
@@ -48,8 +50,8 @@ def lane(nodeid: str) -> tuple[int, str]:
         for rank, (name, modules) in enumerate(SHARED.items(), start=1):
             if module in modules:
                 return rank, name
-        return 3, module
-    return 4, f"{folder}/{module}"
+    name = f"{folder}/{module}"
+    return 3 if name in LONG else 4, name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
