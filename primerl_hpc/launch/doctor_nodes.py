@@ -22,6 +22,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.sbatch import directives_of
 from primerl_hpc.launch.finding import Finding
 from primerl_hpc.launch.prepare import package_root, runs_folder
+from primerl_hpc.plan.planner import preflight_plan
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
 from primerl_hpc.runtime import node_checks
@@ -112,14 +113,7 @@ def summarize(check: str, told: list[tuple[str, node_checks.Finding]]) -> Findin
 
 def wants_of(profile: Profile) -> dict[str, object]:
     software = [profile.software.default, *profile.software.roles.values()]
-    pythons = [each.python or sys.executable for each in software if each.container.kind == "none"]
-    return {
-        "pythons": list(dict.fromkeys(pythons)),
-        "gpus": profile.node.gpus,
-        "scratch": profile.scratch,
-        "interface": profile.network.interface,
-        **profile.preflight.model_dump(mode="json"),
-    }
+    return preflight_plan(profile, software, sys.executable).model_dump(mode="json")
 
 
 def srun_command(profile: Profile, count: int) -> list[str]:

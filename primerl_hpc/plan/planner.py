@@ -8,9 +8,10 @@ Everything that was read from disk (the recipe's absolute paths, the interpreter
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.cluster.schema import Environment, Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE, WARMUP_PHASE, Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir
@@ -214,7 +215,11 @@ def _preflight(phases: tuple[PhasePlan, ...], profile: Profile, python: str) -> 
     if not profile.preflight.enabled:
         return None
     roles = dict.fromkeys(process.role for phase in phases for process in phase.processes)
-    software = [profile.software.of_role(role) for role in roles]
+    return preflight_plan(profile, [profile.software.of_role(role) for role in roles], python)
+
+
+def preflight_plan(profile: Profile, software: Sequence[Environment], python: str) -> PreflightPlan:
+    """What a node is asked that will run ``software``, by ``python`` where that names no interpreter."""
     pythons = dict.fromkeys(each.python or python for each in software if each.container.kind == "none")
     return PreflightPlan(
         pythons=tuple(pythons),

@@ -72,8 +72,7 @@ class Supervisor:
             if (code := await self.succession.begin()) is not None:
                 return code
             self._install_signal_handlers()
-            await patiently(self._clear_earlier_life)
-            self._open_attempt()
+            await self._open_attempt()
             if is_there(self.run_dir.stop_request):
                 return await self._end_before_start()
             await self._read_allocation()
@@ -201,7 +200,27 @@ class Supervisor:
 
     # -- before the first process ----------------------------------------------------------------------------------
 
+    async def _open_attempt(self) -> None:
+        # first: what ends us while we clear up is told by it
+        state = self.journal.state = {
+            "attempt": self.attempt,
+            "state": RunState.STARTING.value,
+            "phase": None,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job_id": os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID"),
+            "started": round(time.time(), 3),
+            "message": None,
+            "processes": {},
+            "slowest_save_s": self.earlier.get("slowest_save_s"),
+        }
+        await patiently(self._clear_earlier_life)
+        self.journal.reserve.make()
+        self.journal.set_state(RunState.STARTING)
+        self.journal.record("attempt_started", attempt=self.attempt, host=state["host"], job=state["job_id"])
+
     def _clear_earlier_life(self) -> None:
+        """And make the folder of our logs. May be tried again when it failed half-way."""
         run = self.run_dir
         logs = run.attempt_logs(self.attempt)
         logs.mkdir(parents=True, exist_ok=True)
@@ -218,23 +237,6 @@ class Supervisor:
         for stale in ("endpoints", "errors", "outcomes", "restart_requests", "broadcast"):
             shutil.rmtree(run.control / stale, ignore_errors=True)
         ensure_api_key(run)
-
-    def _open_attempt(self) -> None:
-        self.journal.reserve.make()
-        state = self.journal.state = {
-            "attempt": self.attempt,
-            "state": RunState.STARTING.value,
-            "phase": None,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "job_id": os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID"),
-            "started": round(time.time(), 3),
-            "message": None,
-            "processes": {},
-            "slowest_save_s": self.earlier.get("slowest_save_s"),
-        }
-        self.journal.set_state(RunState.STARTING)
-        self.journal.record("attempt_started", attempt=self.attempt, host=state["host"], job=state["job_id"])
 
     def begins(self) -> dict[str, Any] | None:
         """Phase and step at which an attempt would begin now; None when every phase is done."""

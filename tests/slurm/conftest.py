@@ -59,7 +59,6 @@ def virtual_cluster(tmp_path_factory: pytest.TempPathFactory, disk_of_all_nodes:
 
 @pytest.fixture
 def cluster(virtual_cluster: Cluster) -> Cluster:
-    subprocess.run(["scancel", "--user=root"], check=True)  # what a failed test left
     virtual_cluster.wait_until_idle()
     return virtual_cluster
 

@@ -275,7 +275,7 @@ def end_of_trainer(run: RunDir) -> tuple[PhaseRun, Running]:
     plan = make_plan(run.root, recipe, processes=[process_plan(Role.TRAINER)])
     write_json(run.plan, plan.model_copy(update={"spare_nodes": 1}).model_dump(mode="json"))
     supervisor = Supervisor(run)
-    supervisor._open_attempt()
+    asyncio.run(supervisor._open_attempt())
     order = ("n1", "n2")
     allocation_ = Allocation(("n1",), 1, False, 0, job_id="7", spares=("n2",), order=order)
     supervisor.nodes = Nodes(supervisor, allocation_, {})

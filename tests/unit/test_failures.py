@@ -24,7 +24,7 @@ Failures:
 [1]:
   time      : 2026-11-21_05:20:13
   rank      : 1 (local_rank: 1)
-  exitcode  : 1 (pid: 26296) 
+  exitcode  : 1 (pid: 26296)
 ------------------------------------------------------------
 Root Cause (first observed failure):
 [0]:

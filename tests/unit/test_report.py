@@ -153,4 +153,6 @@ def test_the_end_of_a_run_names_a_log_that_there_is(
 ) -> None:
     append_json(run.metrics(role), {"step": 1, "attempt": 1, "time": time.time()})
     print_summary(run, RunState.DONE, None, 60)
-    assert capsys.readouterr().out.endswith(f"primerl-hpc logs math-001 {role}\n")
+    assert capsys.readouterr().out.endswith(
+        f"next:  primerl-hpc status math-001\n       primerl-hpc logs math-001 {role}\n"
+    )

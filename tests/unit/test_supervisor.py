@@ -483,6 +483,18 @@ def test_an_attempt_begins_when_the_run_directory_answers(toy: Toy) -> None:
     assert toy.end() == ExitCode.DONE
 
 
+def test_a_signal_before_the_run_directory_answers_ends_the_attempt_under_its_own_number(toy: Toy) -> None:
+    toy.add(Role.TRAINER, "print('trained')", OnExit.ENDS_PHASE)
+    toy.run.failure.mkdir(parents=True)
+    write_json(toy.run.state, {"attempt": 3, "state": "failed"})
+    toy.start()
+    toy.wait_until_it_says("trying again")
+    toy.supervisor.send_signal(signal.SIGTERM)
+    assert toy.end() == ExitCode.PREEMPTED
+    state = read_json(toy.run.state)
+    assert (state["attempt"], state["state"]) == (4, RunState.CANCELLED)
+
+
 @pytest.mark.parametrize("code", [0, 75])
 def test_an_exit_that_cannot_be_written_down_at_once_counts_all_the_same(toy: Toy, code: int) -> None:
     """Lost, it would hold the nodes until the walltime: nothing else happens that anybody waits for."""

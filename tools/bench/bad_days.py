@@ -72,8 +72,7 @@ def wait_for_step(real: RealRun, step: int) -> None:
 
 
 def wait_for_event(real: RealRun, name: str, count: int = 1) -> None:
-    arrived = lambda: len(events(real.run, name)) >= count  # noqa: E731
-    wait_in_run(real.run, arrived, f"{name} ({count})", jobs=real.facts)
+    wait_in_run(real.run, lambda: len(events(real.run, name)) >= count, f"{name} ({count})", jobs=real.facts)
 
 
 def host_of(real: RealRun, process: str) -> str:
