@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 # end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time
 SHARED = {
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
-    "serving": ("test_chat", "test_env_server", "test_inference", "test_prefill"),
+    "serving": ("test_chat", "test_env_server", "test_evaluate_elsewhere", "test_inference", "test_prefill"),
 }
 LONG = ("e2e/test_trainer", "e2e/test_parallel", "unit/test_supervisor")
 """Modules that take minutes: before the others, for the same reason."""

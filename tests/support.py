@@ -6,7 +6,10 @@ run_role(RunDir(tmp_path / "run"), "main", "trainer-0")
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -62,8 +65,9 @@ def make_tiny_model(
     """``out/model`` and ``out/sft.jsonl`` by tools/tiny-model; returns ``out``."""
     options = {"task": task, "experts": experts, "rows": rows, "hidden": hidden, "layers": layers}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    tool = ROOT / "tools" / "tiny-model"
-    subprocess.run([sys.executable, str(tool), str(out), *arguments], check=True, capture_output=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        # in this process: as a command it would import torch and transformers each time
+        runpy.run_path(str(ROOT / "tools" / "tiny-model"))["main"]([str(out), *arguments])
     return out
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from primerl_hpc.common.rundir import RunDir
+from tests.e2e.forked_ranks import ForkedRanks
 from tests.e2e.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
 from tests.e2e.serving import Serving
 from tests.support import make_tiny_model
@@ -68,6 +69,13 @@ def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     for run in started:
         for process in processes_of(run.root):
             process.kill()
+
+
+@pytest.fixture(scope="session")
+def forked_ranks() -> Iterator[ForkedRanks]:
+    ranks = ForkedRanks()
+    yield ranks
+    ranks.stop()
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ RL_RECIPE = """\
 base: {tiny}
 name: e2e
 warmup: null
-max_steps: 24
+max_steps: 16
 environments:
   eval:
-    - {{id: reverse-text, name: held-out, args: {{split: test}}, interval: 12, samples: 2, num_tasks: 32}}
+    - {{id: reverse-text, name: held-out, args: {{split: test}}, interval: 16, samples: 2, num_tasks: 32}}
 checkpoint: {{interval: 4, keep_last: 2}}
 """
 
@@ -38,6 +38,7 @@ base: {tiny}
 kind: sft
 name: warm
 warmup: null
+layout: {{trainer: {{ranks: 1}}}}
 max_steps: 300
 sft:
   data: {{path: {data}}}

@@ -13,9 +13,10 @@ from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.scores import read_scores
+from tests.e2e.forked_ranks import ForkedRanks
 from tests.e2e.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 from tests.e2e.test_trainer import make_run, sft_recipe
-from tests.support import make_tiny_model, run_role
+from tests.support import make_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +29,14 @@ def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    run = start("adapters", "lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3", f"max_steps={STEPS}")
+    run = start(
+        "adapters",
+        "lora.rank=8",
+        "lora.alpha=16",
+        "optimizer.lr=2e-3",
+        "rollouts.batch_size=64",
+        f"max_steps={STEPS}",
+    )
     wait_in_run(run, lambda: 3 in versions_served(run), "policy 3 at the engine")
     process_of(run.root, "inference-0").kill()
     assert wait_for_end(run, 600) == RunState.DONE
@@ -70,7 +78,7 @@ def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
     assert set(scores) == {0, STEPS} and scores[STEPS] > scores[0] + 0.1, scores
 
 
-def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path) -> None:
+def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path, forked_ranks: ForkedRanks) -> None:
     from safetensors.numpy import load_file
 
     tiny = make_tiny_model(tmp_path / "tiny", rows=300, hidden=64)
@@ -78,7 +86,7 @@ def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", recipe, tiny / "model", ranks=1, role=Role.SFT)
     adapters = []
     for _ in range(2):
-        code, log = run_role(run, "main", "sft-0")
+        code, log = forked_ranks(run, "sft-0")
         assert code == 0, log
         adapters.append((run.weights_step(4) / "adapter_model.safetensors").read_bytes())
         shutil.rmtree(run.weights)

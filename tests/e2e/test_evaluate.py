@@ -1,4 +1,4 @@
-"""``primerl-hpc eval`` for real: versions of a live run on one engine, a kill in between; a model elsewhere."""
+"""``primerl-hpc eval`` for real: versions of a live run on one engine, a kill in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_jsonl, write_json
 from primerl_hpc.common.lock import process_start_time
 from primerl_hpc.common.metrics import read_steps
@@ -20,8 +19,8 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir, read_endpoint
 from primerl_hpc.common.scores import read_scores
 from primerl_hpc.plan.engine_env import engine_env
-from tests.e2e.runs import TINY, command
-from tests.e2e.serving import READY_TIMEOUT_S, Serving
+from tests.e2e.runs import command
+from tests.e2e.serving import READY_TIMEOUT_S
 from tests.support import end_role, start_role, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -121,33 +120,3 @@ def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_wh
     shown = command("scores", "runs/scored", "--json", "--svg", str(home / "scores.svg"), cwd=home)
     assert [row["step"] for row in json.loads(shown.stdout)["scores"]] == [0, 100, 300]
     assert (home / "scores.svg").read_text().count("<polyline") == 1
-
-
-def test_a_model_elsewhere_is_asked_by_chat_completions_and_no_engine_is_started(
-    home: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ELSEWHERE_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
-    chosen = ["-p", "local", "--num-tasks", "8", "--env", "held-out", "--env", "alphabet-sort"]
-    server = ("--base-url", f"{serving.url('router-0')}/v1", "--model", str(serving.model))
-    words = ("eval", str(TINY), *chosen, *server)
-    done = command(
-        *(*words, "--key-variable", "ELSEWHERE_KEY", "--run-dir", "runs/elsewhere", "--follow"), cwd=home
-    )
-    run = RunDir(home / "runs" / "elsewhere")
-    assert "inference" not in json.loads(run.state.read_text())["processes"]
-    scores = read_scores(run)
-    assert set(scores) == {(0, "held-out"), (0, "alphabet-sort")}
-    assert scores[0, "held-out"]["rollouts"] == 16 and scores[0, "held-out"]["errors"] == 0
-    assert scores[0, "held-out"]["completion_tokens/mean"] > 1
-    assert "alphabet-sort" in done.stdout and "PASS@K" in done.stdout
-
-    monkeypatch.setenv("WRONG_KEY", "wrong")
-    refused = command(
-        *(*words, "--key-variable", "WRONG_KEY", "--run-dir", "runs/refused", "--follow"),
-        cwd=home,
-        check=False,
-    )
-    assert refused.returncode == ExitCode.FAILED
-    assert "refuses the key in WRONG_KEY" in refused.stdout and "wrong" not in refused.stdout.lower().replace(
-        "wrong_key", ""
-    )

@@ -26,7 +26,7 @@ from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
-from tests.support import ROOT, make_tiny_model, run_role  # noqa: E402
+from tests.support import ROOT, make_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -490,7 +490,7 @@ def tiny_experts(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=60, hidden=32, experts=4)
 
 
-def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_path):
+def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_path, forked_ranks):
     """Batches are cut for data ranks: two ranks that share every row read the same file."""
     model = tiny_experts / "model"
     runs = []
@@ -498,20 +498,20 @@ def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_pat
         recipe = rl_recipe(model, max_steps=2, layout={"trainer": layout}, checkpoint={"at_end": False})
         run = make_run(tmp_path / str(ranks), recipe, model, ranks=ranks)
         send(run, (1, 2), ranks=1)
-        code, log = run_role(run, "main", "trainer-0")
+        code, log = forked_ranks(run, "trainer-0")
         assert code == 0, log
         runs.append(run)
     np.testing.assert_allclose(curve(runs[1]), curve(runs[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_sft_with_rows_shared_in_a_ring_is_sft_on_one_rank(tiny_experts, tmp_path):
+def test_sft_with_rows_shared_in_a_ring_is_sft_on_one_rank(tiny_experts, tmp_path, forked_ranks):
     names = ("loss/mean", "optim/grad_norm", "progress/total_samples", "progress/num_tokens")
     runs = []
     for ranks, layout in ((1, {}), (2, {"context_parallel": 2, "context_style": "ring"})):
         recipe = sft_recipe(tiny_experts, max_steps=2, layout={"trainer": layout})
         recipe["sft"]["validation"]["interval"] = 2
         run = make_run(tmp_path / str(ranks), recipe, tiny_experts / "model", ranks=ranks, role=Role.SFT)
-        code, log = run_role(run, "main", "sft-0")
+        code, log = forked_ranks(run, "sft-0")
         assert code == 0, log
         runs.append(run)
     np.testing.assert_allclose(curve(runs[1], "sft", *names), curve(runs[0], "sft", *names), rtol=1e-5)

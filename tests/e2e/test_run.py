@@ -60,9 +60,9 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     runs in a software environment of its own, which the profile names.
     """
     profile, python = profile_with_a_trainers_own_environment(work)
-    run = start("killed", profile=str(profile))
-    servers = [(2, "env_server-0", 1), (5, "router-0", 2), (8, "inference-0", 1)]
-    learners = [(13, "trainer-0", 2), (17, "orchestrator-0", 1)]
+    run = start("killed", "rollouts.batch_size=64", profile=str(profile))
+    servers = [(1, "env_server-0", 1), (3, "router-0", 2), (5, "inference-0", 1)]
+    learners = [(9, "trainer-0", 2), (13, "orchestrator-0", 1)]
     before_kills = []
     for step, name, depth in servers:
         wait_in_run(run, lambda step=step: last_step(run) >= step, f"step {step}")
@@ -87,23 +87,23 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     assert not contradictions(run)
 
     recoveries = events(run, "recovery_started")
-    assert [row["after_step"] for row in recoveries] == [12, 16] and recoveries[0]["signal"] == "SIGKILL"
+    assert [row["after_step"] for row in recoveries] == [8, 12] and recoveries[0]["signal"] == "SIGKILL"
     assert len(events(run, "attempt_started")) == 1 and not run.failure.exists()
     incarnations = {name: each["incarnation"] for name, each in read_json(run.state)["processes"].items()}
     assert incarnations.pop("trainer-0") == incarnations.pop("orchestrator-0") == 2
     assert incarnations == {name: int(name in {each for _, each, _ in servers}) for name in incarnations}
     live = versions_served(run)
-    assert [after for before, after in pairwise(live) if after < before] == [12, 16] and live[-1] == 24
+    assert [after for before, after in pairwise(live) if after < before] == [8, 12] and live[-1] == 16
 
     evaluations = read_steps(run.metrics("eval"))
-    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 24))
-    assert before < 0.75 and after > before + 0.1 and after > 0.75, (before, after)
+    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 16))
+    assert before < 0.75 and after > before + 0.2, (before, after)
     steps = read_steps(run.metrics("trainer"))
-    assert list(steps) == list(range(1, 25)) and run.latest_checkpoint() == 24
+    assert list(steps) == list(range(1, 17)) and run.latest_checkpoint() == 16
     mismatch = [row["mismatch_kl/all/mean"] for row in steps.values()]
     assert sum(mismatch[-3:]) / 3 <= 0.01 and max(mismatch) <= 0.02
     # the first batch of a recovery was sampled by the checkpoint's own policy: an engine of another one would show
-    assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (12, 16)) <= 1e-6
+    assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (8, 12)) <= 1e-6
 
 
 def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(

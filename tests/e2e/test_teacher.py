@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10
 SHORT = (
     f"max_steps={STEPS}",
-    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 64}}]",
+    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 32}}]",
     "checkpoint.interval=null",
     "optimizer.lr=1.0e-3",
     "scheduler.warmup_steps=0",
@@ -131,7 +131,8 @@ def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_polic
     monkeypatch.setenv("THEIR_KEY", "theirs")
     teacher = f"{{base_url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
     weights = "weights={transport: broadcast, full_interval: 100}"
-    run = start("distilled", *SHORT, "algorithm={type: sft_distill}", f"teacher={teacher}", weights)
+    small = "rollouts.batch_size=64"
+    run = start("distilled", *SHORT, small, "algorithm={type: sft_distill}", f"teacher={teacher}", weights)
     wait_in_run(run, lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy")
     reversing_api.is_open.set()
     wait_in_run(run, lambda: 2 in versions_served(run), "policy 2 at the engine")

@@ -28,6 +28,7 @@ from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
 from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
+from tests.e2e.forked_ranks import ForkedRanks  # noqa: E402
 from tests.support import end_role, make_plan, make_tiny_model, process_plan, random_row, run_role, start_role  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -139,15 +140,17 @@ def test_trainer_ends_done_with_a_whole_policy_version_per_step(straight):
         "mlp-recomputed-weights-offloaded",
     ],
 )
-def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(straight, tiny, tmp_path, ranks, changes):
+def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(
+    straight, tiny, tmp_path, forked_ranks, ranks, changes
+):
     run = make_run(tmp_path, rl_recipe(tiny / "model", **changes), tiny / "model", ranks=ranks)
     deal(run, (1, 2, 3), ranks=ranks)
-    code, log = run_role(run, "main", "trainer-0")
+    code, log = forked_ranks(run, "trainer-0")
     assert code == 0, log
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
 
 
-def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny, tmp_path):
+def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny, tmp_path, forked_ranks):
     """Stopped while waiting for a batch: the last step is saved though no checkpoint was due."""
     model = tiny / "model"
     run = make_run(tmp_path, rl_recipe(model), model, ranks=2)
@@ -168,42 +171,44 @@ def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny
         tmp_path, rl_recipe(model), processes=[process_plan(Role.TRAINER, accelerators=1)], model_path=model
     )
     send(run, (3,), ranks=1)
-    code, log = run_role(run, "main", "trainer-0")
+    code, log = forked_ranks(run, "trainer-0")
     assert code == 0, log
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-5, atol=1e-6)
     assert 2 in run.stable_weights()
     assert not list(run.checkpoints.rglob(".metadata"))
 
 
-def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path):
+def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path, forked_ranks):
     """Straight on one rank; the same on three, then from their checkpoint on two. Four experts: 2, 2 and 0 per rank."""
     model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
     muon = {"type": "muon", "lr": 3e-3}
     straight = make_run(tmp_path / "straight", rl_recipe(model, optimizer=muon), model, ranks=1)
     send(straight, (1, 2, 3), ranks=1)
-    code, log = run_role(straight, "main", "trainer-0")
+    code, log = forked_ranks(straight, "trainer-0")
     assert code == 0, log
 
     run = make_run(tmp_path / "run", rl_recipe(model, optimizer=muon, max_steps=2), model, ranks=3)
     deal(run, (1, 2), ranks=3)
-    code, log = run_role(run, "main", "trainer-0")
+    code, log = forked_ranks(run, "trainer-0")
     assert code == 0, log
     assert run.finish_checkpoint_side(2, "orchestrator", ("trainer", "orchestrator"))
     make_run(tmp_path / "run", rl_recipe(model, optimizer=muon), model, ranks=2)
     deal(run, (3,), ranks=2)
-    code, log = run_role(run, "main", "trainer-0")
+    code, log = forked_ranks(run, "trainer-0")
     assert code == 0, log
     assert "resumed from checkpoint 2" in log
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-4, atol=1e-6)
 
 
-def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(tiny, tmp_path):
+def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(
+    tiny, tmp_path, forked_ranks
+):
     recipe = rl_recipe(tiny / "model", max_steps=9)
     recipe["trainer"]["max_skipped_steps"] = 2
     run = make_run(tmp_path, recipe, tiny / "model", ranks=2)
     send(run, (1, 3, 4), ranks=2, spoil=True)
     send(run, (2,), ranks=2)
-    assert run_role(run, "main", "trainer-0")[0] != 0
+    assert forked_ranks(run, "trainer-0")[0] == ExitCode.NO_CONTINUE
     error = read_json(run.control / "errors" / "trainer-0.json")
     assert error["exit_code"] == ExitCode.NO_CONTINUE
     assert "not finite in 2 steps in a row, the last one 4" in error["message"]
@@ -260,7 +265,7 @@ def tied_model(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["experts", "tied"])
-def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, kind):
+def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, forked_ranks, kind):
     """Per-expert names on disk, fused in memory; tied heads; 101 or 104 rows cut for three ranks."""
     if kind == "experts":
         model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
@@ -270,7 +275,7 @@ def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, 
     run = make_run(tmp_path / "run", recipe, model, ranks=3)
     rng = np.random.default_rng(0)
     FilesystemSender(run).send(StepInfo(step=1), [[random_row(rng, [9, 12])] for _ in range(3)])
-    code, log = run_role(run, "main", "trainer-0")
+    code, log = forked_ranks(run, "trainer-0")
     assert code == 0, log
     base = load_file(model / "model.safetensors")
     folder = run.weights_step(1)
@@ -305,7 +310,7 @@ def sft_recipe(tiny: Path, **changes) -> dict:
     )
 
 
-def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, tmp_path):
+def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, tmp_path, forked_ranks):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     bare = tmp_path / "bare"  # the tokenizer lies elsewhere
@@ -318,7 +323,7 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
         True,
     )  # one of two ranks has nothing to validate
     run = make_run(tmp_path / "run", recipe, bare, ranks=2, role=Role.SFT)
-    code, log = run_role(run, "main", "sft-0")
+    code, log = forked_ranks(run, "sft-0")
     assert code == 0, log
     assert outcome(run, "sft-0")["outcome"] == "done"
     losses = curve(run, "sft", "loss/mean")[:, 0]
@@ -336,13 +341,13 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny / "model").chat_template
 
 
-def test_sft_row_without_its_columns_is_named(tiny, tmp_path):
+def test_sft_row_without_its_columns_is_named(tiny, tmp_path, forked_ranks):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     recipe = sft_recipe(tiny)
     recipe["sft"] = {"data": {"path": str(tmp_path / "bad.jsonl")}}
     run = make_run(tmp_path / "run", recipe, tiny / "model", ranks=2, role=Role.SFT)
-    code, log = run_role(run, "main", "sft-0")
-    assert code != 0
+    code, log = forked_ranks(run, "sft-0")
+    assert code == ExitCode.DATA
     error = read_json(run.control / "errors" / "sft-0.json")
     assert error["exit_code"] == ExitCode.DATA
     assert "bad.jsonl:2: column 'completion' is missing" in error["message"]
@@ -393,9 +398,9 @@ def test_a_save_that_failed_beside_training_is_made_up_for_at_a_following_step(t
 
 
 @pytest.fixture(scope="module")
-def saved_sft(tiny, tmp_path_factory) -> RunDir:
+def saved_sft(tiny, tmp_path_factory, forked_ranks) -> RunDir:
     """Ten supervised steps on two ranks, a checkpoint after each."""
-    return finished_sft(tmp_path_factory.mktemp("saved"), long_sft(tiny), tiny)
+    return finished_sft(forked_ranks, tmp_path_factory.mktemp("saved"), long_sft(tiny), tiny)
 
 
 def long_sft(tiny: Path, **changes) -> dict:
@@ -406,9 +411,9 @@ def long_sft(tiny: Path, **changes) -> dict:
     return recipe | changes
 
 
-def finished_sft(folder: Path, recipe: dict, tiny: Path, ranks: int = 2) -> RunDir:
+def finished_sft(forked_ranks: ForkedRanks, folder: Path, recipe: dict, tiny: Path, ranks: int = 2) -> RunDir:
     run = make_run(folder, recipe, tiny / "model", ranks=ranks, role=Role.SFT)
-    code, log = run_role(run, "main", "sft-0")
+    code, log = forked_ranks(run, "sft-0")
     assert code == 0, log
     return run
 
@@ -422,7 +427,7 @@ def kill_all(process) -> None:
     process.wait()
 
 
-def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp_path):
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp_path, forked_ranks):
     """Once in the middle of a save, once at a moment of a step, both drawn by lot; each step is saved beside the next.
 
     `tools/bench/kills.py` kills again and again, also trainers of experts and of adapters.
@@ -450,7 +455,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
             end_role(process)
         run.delete_after(run.latest_checkpoint() or 0)  # as the supervisor does before it starts roles again
         assert 2 <= (run.latest_checkpoint() or 0) < 10
-    code, log = run_role(run, "main", "sft-0")
+    code, log = forked_ranks(run, "sft-0")
     assert code == 0, log
     shards = sorted(path.name for path in saved_sft.weights_step(10).glob("*.safetensors"))
     assert shards
@@ -461,7 +466,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
         )
 
 
-def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, tiny, tmp_path):
+def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, tiny, tmp_path, forked_ranks):
     names = ("loss/mean", "optim/lr", "progress/total_samples", "progress/num_tokens")
 
     def forked(name: str, **changes) -> np.ndarray:
@@ -469,7 +474,7 @@ def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, 
         recipe = long_sft(tiny, checkpoint={"fork": fork})
         run = make_run(tmp_path / name, recipe, tiny / "model", ranks=2, role=Role.SFT)
         import_checkpoint(run, Recipe.model_validate(recipe))
-        code, log = run_role(run, "main", "sft-0")
+        code, log = forked_ranks(run, "sft-0")
         assert code == 0, log
         assert "resumed from checkpoint 7" in log
         return curve(run, "sft", *names)
@@ -484,13 +489,13 @@ def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, 
     assert saved_sft.complete_checkpoints() == list(range(1, 11))
 
 
-def test_a_checkpoint_goes_on_elsewhere_to_the_same_weights(saved_sft, tiny, tmp_path):
+def test_a_checkpoint_goes_on_elsewhere_to_the_same_weights(saved_sft, tiny, tmp_path, forked_ranks):
     """From step 6 of two ranks on one: the samples, the losses, and in the end every weight to 1e-6."""
     shutil.copytree(saved_sft.root, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     run.delete_after(6)
     assert run.latest_checkpoint() == 6 and not run.stable_weights()
-    finished_sft(run.root, long_sft(tiny), tiny, ranks=1)
+    finished_sft(forked_ranks, run.root, long_sft(tiny), tiny, ranks=1)
     assert "resumed from checkpoint 6" in (run.attempt_logs(1) / "sft-0.log").read_text()
     names = ("loss/mean", "optim/grad_norm", "progress/total_samples", "progress/num_tokens")
     np.testing.assert_allclose(curve(run, "sft", *names), curve(saved_sft, "sft", *names), rtol=1e-5)
@@ -500,12 +505,14 @@ def test_a_checkpoint_goes_on_elsewhere_to_the_same_weights(saved_sft, tiny, tmp
             assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny, tmp_path):
+def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny, tmp_path, forked_ranks):
     checkpoint = {"interval": 1, "weights_only": True, "asynchronous": False}
-    run = finished_sft(tmp_path, long_sft(tiny, max_steps=2, checkpoint=checkpoint), tiny, ranks=1)
+    run = finished_sft(
+        forked_ranks, tmp_path, long_sft(tiny, max_steps=2, checkpoint=checkpoint), tiny, ranks=1
+    )
     (shard,) = run.checkpoint_side(2, "trainer").glob("*.safetensors")
     assert all(name.startswith("model.") for name in load_file(shard))
-    finished_sft(tmp_path, long_sft(tiny, max_steps=3, checkpoint=checkpoint), tiny, ranks=2)
+    finished_sft(forked_ranks, tmp_path, long_sft(tiny, max_steps=3, checkpoint=checkpoint), tiny, ranks=2)
     assert run.latest_checkpoint() == 3
     shard = min(run.checkpoint_side(3, "trainer").glob("*.safetensors"))
     *data, last = shard.read_bytes()
@@ -513,7 +520,7 @@ def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny
     make_run(
         tmp_path, long_sft(tiny, max_steps=4, checkpoint=checkpoint), tiny / "model", ranks=1, role=Role.SFT
     )
-    assert run_role(run, "main", "sft-0")[0] != 0
+    assert forked_ranks(run, "sft-0")[0] == ExitCode.DATA
     error = read_json(run.control / "errors" / "sft-0.json")
     assert error["exit_code"] == ExitCode.DATA
     assert f"{run.checkpoint_side(3, 'trainer')}: the checkpoint is damaged: {shard.name}" in error["message"]
