@@ -35,6 +35,7 @@ class ForkedRanks:
         """The first exit code that is not 0, else 0; and the log of all ranks."""
         clear_endings(run, name)
         log = run.attempt_logs(1) / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         process = self._process()
         group = {
             "ranks": len(load_plan(run).phase("main").process(name).accelerators),
@@ -45,10 +46,13 @@ class ForkedRanks:
         print(json.dumps(group), file=process.stdin, flush=True)
         is_over, _, _ = select([process.stdout], [], [], timeout_s)
         said = process.stdout.readline() if is_over else ""
+        told = log.read_text() if log.exists() else ""
         if not said:
             self.stop()
-            raise AssertionError(f"no end within {timeout_s} s: {log.read_text()[-3000:]}")
-        return int(said), log.read_text()
+            raise AssertionError(
+                f"the ranks did not end within {timeout_s} s, or died before they began: {told[-3000:]}"
+            )
+        return int(said), told
 
     def _process(self) -> subprocess.Popen[str]:
         if self.process is None:
@@ -112,6 +116,7 @@ def run_rank(group: dict[str, Any], place: dict[str, str]) -> None:
 def import_all() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
+    import primerl_hpc.trainer.main
     import primerl_hpc.trainer.rl
     import primerl_hpc.trainer.sft  # noqa: F401
 
