@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import is_there, read_json_or_none, read_jsonl
 from primerl_hpc.common.names import Kind, Role, RunState
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.restart_requests import take_restart_request
 from primerl_hpc.common.rundir import read_endpoint
 from primerl_hpc.plan.types import OnExit, PhasePlan
@@ -74,7 +75,7 @@ class PhaseRun:
         asked = (Role.INFERENCE, Role.PREFILL, Role.ROUTER, Role.TEACHER, Role.JUDGE)
         servers = [each.name for each in phase.processes if each.role in asked]
         self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
-        self.next_look = 0.0
+        self.next_look, self.looking = 0.0, Patience("the run's progress")
         self.is_now = False
         self.is_out_of_nodes = False
         self.recovery: tuple[dict[str, Any], float] | None = None
@@ -147,7 +148,8 @@ class PhaseRun:
             self.journal.record(f"engine_{change['state']}", process=name, **told)
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_EVERY_S
-            await self._look_at_progress()
+            with self.looking:  # neither the walltime nor requests wait until it succeeds
+                await self._look_at_progress()
             if self.stop_deadline is None and await self.walltime.is_due():
                 self._ask_to_stop(WALLTIME)
         return self._look_at_requests()
