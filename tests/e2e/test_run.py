@@ -5,6 +5,7 @@ vLLM, the router, verifiers, torchrun with two ranks and the supervisor are all 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -105,10 +106,10 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (8, 12)) <= 1e-6
 
 
-def test_a_run_resumes_after_a_killed_trainer_and_a_killed_supervisor(
+def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     start: Callable[..., RunDir], work: Path
 ) -> None:
-    """Two bad ends and two resumes of one run, each from its last checkpoint; no end leaves a process behind."""
+    """Three ends and three resumes of one run, each from its last checkpoint; no end leaves a process behind."""
     run = start(
         "resumed",
         "max_steps=16",
@@ -130,9 +131,18 @@ def test_a_run_resumes_after_a_killed_trainer_and_a_killed_supervisor(
     assert (failure["process"], failure["signal"]) == ("trainer-0", "SIGKILL")
     wait_for(lambda: not any(map(is_alive, before)), "every process to end", 10)
 
+    # a cancel saves both sides
+    command("resume", run.root.name, cwd=work)
+    wait_in_run(run, lambda: 7 in steps_of(run, attempt=2), "two steps more")
+    said = json.loads(command("cancel", run.root.name, "--wait", "--json", cwd=work).stdout)
+    assert said["state"] == "stopped"
+    cancelled_at = run.latest_checkpoint()
+    assert cancelled_at is not None and cancelled_at == last_step(run) < 12
+    wait_for(lambda: not processes_of(run.root), "every process to end", 10)
+
     # without its supervisor a run ends
     command("resume", run.root.name, cwd=work)
-    wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > 4, "another checkpoint")
+    wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > cancelled_at, "a checkpoint")
     before = [each for each in processes_of(run.root) if "submitit" not in " ".join(each.cmdline())]
     os.kill(read_json(run.state)["pid"], signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, before)), "every process to end", 30)
@@ -142,8 +152,10 @@ def test_a_run_resumes_after_a_killed_trainer_and_a_killed_supervisor(
     done = command("resume", run.root.name, "--follow", cwd=work, timeout_s=600, check=False)
     assert done.returncode == ExitCode.DONE, done.stdout[-2000:] + done.stderr
     assert f"goes on after step {last_saved}" in done.stdout
-    assert [steps_of(run, attempt)[0] for attempt in (1, 2, 3)] == [1, 5, last_saved + 1]
-    assert steps_of(run, 3)[-1] == run.latest_checkpoint() == 16
+    assert [steps_of(run, attempt)[0] for attempt in (1, 2, 3, 4)] == [
+        *(1, 5, cancelled_at + 1, last_saved + 1)
+    ]
+    assert steps_of(run, 4)[-1] == run.latest_checkpoint() == 16
     state = read_json(run.checkpoint_side(16, "orchestrator") / "state.json")
     (curriculum,) = state["sampler"]["curricula"]
     pooled = [task for pool in curriculum["pools"].values() for task in pool]
