@@ -59,60 +59,15 @@ def serve(
 
 
 def serve_headless(args: Namespace) -> None:
-    """Work for the engine's first node until SIGTERM. Raises RoleError when the engine ends by itself.
-
-    What vLLM's `run_headless` does, but for how the engine's processes are made on CPUs.
-    """
-    from vllm.usage.usage_lib import UsageContext
+    """Work for the engine's first node until SIGTERM. Raises RoleError when the engine ends by itself."""
+    from vllm.entrypoints.cli.serve import run_headless
     from vllm.utils.system_utils import set_ulimit
 
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # heard: what follows ends the engine's processes
-        raise SystemExit
-
-    signal.signal(signal.SIGTERM, interrupt)
     set_ulimit()
-    if args.reasoning_parser_plugin:
-        from vllm.reasoning import ReasoningParserManager
-
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    context = UsageContext.OPENAI_API_SERVER
-    config = _engine_args().from_cli_args(args).create_engine_config(usage_context=context, headless=True)
-    with contextlib.suppress(SystemExit):
-        if config.parallel_config.node_rank_within_dp > 0:
-            _run_workers(config)
-        else:
-            _run_data_parallel_engines(config, log_stats=not args.disable_log_stats)
+    args.api_server_count = 0
+    with contextlib.suppress(SystemExit):  # its own handler of SIGTERM
+        run_headless(args)
         raise RoleError("this node's part of the engine ended by itself", mend="see the lines above")
-
-
-def _run_workers(config: Any) -> None:
-    """Ranks of an engine whose tensor or pipeline parallel group spans nodes."""
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
-
-
-def _run_data_parallel_engines(config: Any, *, log_stats: bool) -> None:
-    from vllm.utils.network_utils import get_tcp_uri
-    from vllm.v1.engine.utils import CoreEngineProcManager
-    from vllm.v1.executor import Executor
-
-    parallel = config.parallel_config
-    manager = CoreEngineProcManager(
-        local_engine_count=parallel.data_parallel_size_local,
-        start_index=parallel.data_parallel_rank,
-        local_start_index=0,
-        vllm_config=config,
-        local_client=False,
-        handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
-        executor_class=Executor.get_class(config),
-        log_stats=log_stats,
-    )
-    try:
-        manager.monitor_engine_liveness()
-    finally:
-        manager.shutdown(timeout=config.shutdown_timeout)
 
 
 async def _serve(

@@ -75,7 +75,8 @@ class PhaseRun:
         asked = (Role.INFERENCE, Role.PREFILL, Role.ROUTER, Role.TEACHER, Role.JUDGE)
         servers = [each.name for each in phase.processes if each.role in asked]
         self.health = HealthWatch(self.run_dir, servers, phase.recipe.timeouts.health_s)
-        self.next_look, self.looking = 0.0, Patience("the run's progress")
+        self.next_look = 0.0
+        self.looking = Patience("the run's progress")
         self.is_now = False
         self.is_out_of_nodes = False
         self.recovery: tuple[dict[str, Any], float] | None = None

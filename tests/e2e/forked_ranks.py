@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from select import select
 from typing import Any
 
@@ -76,41 +75,29 @@ class ForkedRanks:
 
 def run_group(group: dict[str, Any]) -> int:
     """As torchrun does: when a rank fails, the others are ended, and its exit code is the group's."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-    size = str(group["ranks"])
-    alive = set()
-    for rank in map(str, range(group["ranks"])):
-        pid = os.fork()
-        if pid == 0:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            run_rank(group, {**address, **place})
-        alive.add(pid)
-    failed = 0
-    while alive:
-        pid, status = os.wait()
-        alive.remove(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed = code
-            for other in alive:
-                os.kill(other, signal.SIGTERM)
-    return failed
+    from torch.multiprocessing import ProcessExitedException, start_processes
+
+    port = free_port("127.0.0.1")
+    try:
+        start_processes(run_rank, (group, port), nprocs=group["ranks"], start_method="fork")
+    except ProcessExitedException as error:
+        return error.exit_code
+    return 0
 
 
-def run_rank(group: dict[str, Any], place: dict[str, str]) -> None:
-    """Does not return."""
+def run_rank(rank: int, group: dict[str, Any], port: int) -> None:
+    """Does not return: the trainer's own ``main`` ends the process."""
     from primerl_hpc.trainer.main import main
 
-    try:
-        log = os.open(group["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ.clear()
-        os.environ.update(group["environment"], **place)
-        main(group["arguments"])
-    except BaseException:  # noqa: BLE001 the process ends here
-        traceback.print_exc()
-    os._exit(1)
+    log = os.open(group["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    size, number = str(group["ranks"]), str(rank)
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.clear()
+    os.environ.update(group["environment"], **address, **place)
+    main(group["arguments"])
 
 
 def import_all() -> None:

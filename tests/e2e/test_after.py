@@ -28,7 +28,7 @@ def test_sft_is_followed_by_its_export_and_its_evaluation(
     make_tiny_model(tmp_path / "outputs" / "tiny", rows=500)
     monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
     held_out = "{id: reverse-text, name: held-out, args: {split: test}, samples: 2, num_tasks: 8}"
-    changes = ["max_steps=6", "layout.trainer.ranks=1", f"after.evaluation.environments=[{held_out}]"]
+    changes = ["max_steps=6", f"after.evaluation.environments=[{held_out}]"]
     words = [word for change in changes for word in ("--set", change)]
     command("submit", "reverse_text/sft_then_evaluate", "-p", "local", "--follow", *words, cwd=tmp_path)
     run = RunDir(tmp_path / "runs" / "reverse-text-sft-001")

@@ -60,7 +60,7 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     runs in a software environment of its own, which the profile names.
     """
     profile, python = profile_with_a_trainers_own_environment(work)
-    run = start("killed", "rollouts.batch_size=64", profile=str(profile))
+    run = start("killed", profile=str(profile))
     servers = [(1, "env_server-0", 1), (3, "router-0", 2), (5, "inference-0", 1)]
     learners = [(9, "trainer-0", 2), (13, "orchestrator-0", 1)]
     before_kills = []
@@ -97,7 +97,7 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
 
     evaluations = read_steps(run.metrics("eval"))
     before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 16))
-    assert before < 0.75 and after > before + 0.2, (before, after)
+    assert before < 0.75 and after > before + 0.1 and after > 0.75, (before, after)
     steps = read_steps(run.metrics("trainer"))
     assert list(steps) == list(range(1, 17)) and run.latest_checkpoint() == 16
     mismatch = [row["mismatch_kl/all/mean"] for row in steps.values()]
@@ -114,7 +114,6 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
         "resumed",
         "max_steps=16",
         *SMALL,
-        "layout.trainer.ranks=1",
         "recovery.in_place=false",
         "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
         "rollouts.adaptive_concurrency.start=64",

@@ -34,9 +34,9 @@ from tests.e2e.runs import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10
-HELD_OUT = f"{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 32}}"
 SHORT = (
     f"max_steps={STEPS}",
+    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 64}}]",
     "checkpoint.interval=null",
     "optimizer.lr=1.0e-3",
     "scheduler.warmup_steps=0",
@@ -60,8 +60,11 @@ def better_model(work: Path, warm_model: Path, forked_ranks: ForkedRanks) -> Pat
     return run.weights_step(100)
 
 
-def assert_it_ends_and_trains_by(run: RunDir, loss: str) -> None:
+def assert_it_learnt(run: RunDir, loss: str) -> None:
     assert wait_for_end(run, 600) == RunState.DONE, run.events.read_text()[-2000:]
+    evaluations = read_steps(run.metrics("eval"))
+    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, STEPS))
+    assert before < 0.75 and after > before + 0.1, (before, after)
     rows = read_steps(run.metrics("trainer"))
     assert list(rows) == list(range(1, STEPS + 1))
     for row in rows.values():
@@ -73,14 +76,11 @@ def test_opd_learns_from_a_teacher_that_is_killed_and_started_again_and_its_engi
 ) -> None:
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
     weights = "weights={transport: delta, full_interval: 4, keep_last: 20}"
-    kind = ("algorithm={type: opd}", "environments.eval=[]")
-    run = start("opd", *SHORT, *kind, f"teacher={teacher}", weights)
+    run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}", weights)
     wait_in_run(run, lambda: 1 in versions_served(run), "policy 1 at the engine")
     run.full_weights_request.touch()
     process_of(run.root, "teacher-0").kill()
-    assert_it_ends_and_trains_by(run, "ref_kl")
-    rewards = [row["reward/mean"] for row in read_steps(run.metrics("orchestrator")).values()]
-    assert rewards[0] < 0.75 and sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+    assert_it_learnt(run, "ref_kl")
     assert not contradictions(run)
     assert_links_lead_to_the_whole_versions(run, tmp_path)
     assert [row["process"] for row in events(run, "role_restarting")] == ["teacher-0"]
@@ -100,10 +100,9 @@ def assert_links_lead_to_the_whole_versions(run: RunDir, node: Path) -> None:
     folder = Mirror(node).bring_to(Chain(str(run.weights_step(1)), 1, links), STEPS)
     for shard in folder.glob("*.safetensors"):
         assert shard.read_bytes() == (run.weights_step(STEPS) / shard.name).read_bytes(), shard.name
-    served = versions_served(run)[-1]
-    assert served >= STEPS - 2
+    assert versions_served(run)[-1] == STEPS
     log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")
-    assert f"from {run.delta_step(served)}" in log and "copied anew" not in log
+    assert f"from {run.delta_step(STEPS)}" in log and "copied anew" not in log
 
 
 @dataclass
@@ -136,16 +135,13 @@ def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_polic
     monkeypatch.setenv("THEIR_KEY", "theirs")
     teacher = f"{{base_url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
     weights = "weights={transport: broadcast, full_interval: 100}"
-    kind = ("algorithm={type: sft_distill}", f"environments.eval=[{HELD_OUT}]", "rollouts.batch_size=64")
+    kind = ("algorithm={type: sft_distill}", "rollouts.batch_size=64")
     run = start("distilled", *SHORT, *kind, f"teacher={teacher}", weights)
     wait_in_run(run, lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy")
     reversing_api.is_open.set()
     wait_in_run(run, lambda: 2 in versions_served(run), "policy 2 at the engine")
     process_of(run.root, "inference-0").kill()
-    assert_it_ends_and_trains_by(run, "ce")
-    evaluations = read_steps(run.metrics("eval"))
-    before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, STEPS))
-    assert before < 0.75 and after > before + 0.1, (before, after)
+    assert_it_learnt(run, "ce")
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
     log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")
     sent = re.findall(r"serving policy version (\d+) from the trainer, in group (\w+)", log)

@@ -131,7 +131,7 @@ def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[
     Then one of them is cancelled, the other requeued: the run waits, takes the one that comes back, and ends.
     """
     engines_of = {"elastic": True, "replicas": 2, "partition": "main"}
-    layout = {"inference": engines_of, "trainer": {"ranks": 1}}
+    layout = {"inference": engines_of, "trainer": {"ranks": 2}}
     real = submit("elastic", {"layout": layout, "max_steps": 16}, "--partition", "preemptible", slots=2)
 
     def lives(event: str) -> list[tuple[str, int]]:

@@ -456,8 +456,8 @@ def test_a_fault_of_the_supervisor_is_told_like_any_other(toy: Toy) -> None:
     assert take_snapshot(toy.run).state == RunState.FAILED and not toy.run.endpoint("inference-0").exists()
 
 
-@pytest.mark.parametrize("end_s", [0.5, 4])  # the other one's, while it falters and after that
-def test_a_filesystem_that_falters_for_a_moment_ends_nothing(toy: Toy, end_s: float) -> None:
+@pytest.mark.parametrize("end_s", [0.5, 4])  # the orchestrator's, while it falters and after that
+def test_a_filesystem_that_falters_for_a_moment_is_told_once_and_ends_nothing(toy: Toy, end_s: float) -> None:
     code = """
     import sys, time
     from pathlib import Path
@@ -472,7 +472,10 @@ def test_a_filesystem_that_falters_for_a_moment_ends_nothing(toy: Toy, end_s: fl
     toy.start()
     assert toy.end() == ExitCode.DONE
     told = re.findall("cannot see (.*?), trying again", toy.supervisor.stderr.read())
-    assert told and len(told) == len(set(told)), told
+    if end_s > 3:
+        assert told == ["the run's progress"]
+    else:  # its end cannot be decided on meanwhile; progress may have been looked at before it
+        assert told.count("the run directory") == 1 >= told.count("the run's progress")
 
 
 def test_an_attempt_begins_when_the_run_directory_answers(toy: Toy) -> None:
