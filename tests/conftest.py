@@ -1,4 +1,4 @@
-"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when two workers run them."""
+"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when workers share them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
-# end-to-end modules that share a fixture of the session; the longest row first, so that both workers end at one time
+# end-to-end modules that share a fixture of the session; the longest row first, so that all workers end at one time
 SHARED = {
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
     "serving": ("test_chat", "test_env_server", "test_evaluate_elsewhere", "test_inference", "test_prefill"),
