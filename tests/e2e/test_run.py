@@ -97,7 +97,7 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
 
     evaluations = read_steps(run.metrics("eval"))
     before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, 16))
-    assert before < 0.75 and after > before + 0.1 and after > 0.75, (before, after)
+    assert before < 0.75 and after > before + 0.2 and after > 0.75, (before, after)
     steps = read_steps(run.metrics("trainer"))
     assert list(steps) == list(range(1, 17)) and run.latest_checkpoint() == 16
     mismatch = [row["mismatch_kl/all/mean"] for row in steps.values()]

@@ -19,7 +19,6 @@ from primerl_hpc.inference.mirror import Mirror
 from primerl_hpc.transport.weights import Chain
 from tests.api import Request, chat_completion, serve
 from tests.e2e.accounts import contradictions
-from tests.e2e.forked_ranks import ForkedRanks
 from tests.e2e.runs import (
     SFT_RECIPE,
     START_S,
@@ -44,7 +43,7 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def better_model(work: Path, warm_model: Path, forked_ranks: ForkedRanks) -> Path:
+def better_model(work: Path, warm_model: Path) -> Path:
     """The warm model, taught further by the right demonstrations alone."""
     rows = map(json.loads, (work / "outputs" / "tiny" / "sft.jsonl").read_text().splitlines())
     right = [json.dumps(row) for row in rows if row["completion"] == row["prompt"][::-1]]
@@ -53,11 +52,8 @@ def better_model(work: Path, warm_model: Path, forked_ranks: ForkedRanks) -> Pat
     recipe.write_text(SFT_RECIPE.format(tiny=TINY, data=work / "right.jsonl"))
     changes = [f"model.name={warm_model}/weights/step_300", "max_steps=100"]
     words = [word for text in changes for word in ("--set", text)]
-    command("submit", str(recipe), "-p", "local", "--run-dir", "runs/better", *words, "--dry-run", cwd=work)
-    run = RunDir(work / "runs" / "better")
-    code, log = forked_ranks(run, "sft-0")
-    assert code == 0, log
-    return run.weights_step(100)
+    command("submit", str(recipe), "-p", "local", "--run-dir", "runs/better", *words, "--follow", cwd=work)
+    return RunDir(work / "runs" / "better").weights_step(100)
 
 
 def assert_it_learnt(run: RunDir, loss: str) -> None:

@@ -456,26 +456,43 @@ def test_a_fault_of_the_supervisor_is_told_like_any_other(toy: Toy) -> None:
     assert take_snapshot(toy.run).state == RunState.FAILED and not toy.run.endpoint("inference-0").exists()
 
 
-@pytest.mark.parametrize("end_s", [0.5, 4])  # the orchestrator's, while it falters and after that
-def test_a_filesystem_that_falters_for_a_moment_is_told_once_and_ends_nothing(toy: Toy, end_s: float) -> None:
-    code = """
-    import sys, time
-    from pathlib import Path
-    metrics = Path(sys.argv[1]) / "metrics"
-    metrics.mkdir(exist_ok=True)
-    (metrics / "x.jsonl").symlink_to("nowhere")  # its size is an OSError
-    time.sleep(3)
-    (metrics / "x.jsonl").unlink()
-    """
-    toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE)
-    toy.add(Role.ORCHESTRATOR, f"import time; time.sleep({end_s})", OnExit.ENDS_PHASE)
+X = """
+import sys, time
+from pathlib import Path
+x = Path(sys.argv[1]) / "metrics" / "x.jsonl"
+x.parent.mkdir(exist_ok=True)
+"""
+FALTERS = (
+    X
+    + """
+while not x.with_name("waits").exists():
+    time.sleep(0.05)
+x.symlink_to("nowhere")  # its size is an OSError
+time.sleep(3)
+x.unlink()
+"""
+)
+WAITS_UNTIL_IT_FALTERS = X + "x.with_name('waits').touch()\nwhile not x.is_symlink(): time.sleep(0.05)\n"
+WAITS_UNTIL_IT_IS_OVER = WAITS_UNTIL_IT_FALTERS + "while x.is_symlink(): time.sleep(0.05)\n"
+
+
+def what_cannot_be_seen(toy: Toy, orchestrator: str) -> list[str]:
+    """A line of the supervisor's log each, in a run whose progress cannot be looked at for three seconds."""
+    toy.add(Role.TRAINER, FALTERS, OnExit.ENDS_PHASE)
+    toy.add(Role.ORCHESTRATOR, orchestrator, OnExit.ENDS_PHASE)
     toy.start()
     assert toy.end() == ExitCode.DONE
-    told = re.findall("cannot see (.*?), trying again", toy.supervisor.stderr.read())
-    if end_s > 3:
-        assert told == ["the run's progress"]
-    else:  # its end cannot be decided on meanwhile; progress may have been looked at before it
-        assert told.count("the run directory") == 1 >= told.count("the run's progress")
+    return re.findall("cannot see (.*?), trying again", toy.supervisor.stderr.read())
+
+
+def test_progress_that_cannot_be_seen_for_a_moment_is_told_of_once_and_ends_nothing(toy: Toy) -> None:
+    assert what_cannot_be_seen(toy, WAITS_UNTIL_IT_IS_OVER) == ["the run's progress"]
+
+
+def test_a_filesystem_that_falters_when_a_role_ends_is_told_of_once_and_ends_nothing(toy: Toy) -> None:
+    told = what_cannot_be_seen(toy, WAITS_UNTIL_IT_FALTERS)
+    assert told.count("the run directory") == 1
+    assert told.count("the run's progress") <= 1  # it may have been looked at before the end
 
 
 def test_an_attempt_begins_when_the_run_directory_answers(toy: Toy) -> None:
