@@ -117,13 +117,15 @@ def _run_role(role: str, word: str, index: int, phase_name: str | None) -> None:
     from primerl_hpc.runtime.steps import Launch
 
     run = find_run(word)
-    phase = load_plan(run).phase_of(Role(role), phase_name)
+    plan = load_plan(run)
+    phase = plan.phase_of(Role(role), phase_name)
     process = phase.process(process_name(Role(role), index))
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 1))
     launch = Launch(process, run, phase.name, attempt, 0)
     ensure_api_key(run)
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, **visible_accelerators(launch), **launch.environment}
+    visible = visible_accelerators(launch, has_gpus=plan.accelerator == "gpu")
+    environment = {**os.environ, **visible, **launch.environment}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     click.echo(f"{process.name}: {' '.join(process.argv)}", err=True)
     os.execvpe(process.argv[0], list(process.argv), environment)

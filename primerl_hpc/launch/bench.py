@@ -121,7 +121,7 @@ def _measure(
         if len(plan.nodes) > 1:
             measure_in_job(work, plan, profile())
         else:
-            _measure_here(work, plan.phases[0])
+            _measure_here(work, plan.phases[0], has_gpus=plan.accelerator == "gpu")
         return read_json(work.bench_result)
 
 
@@ -141,11 +141,12 @@ def _folders(work: RunDir) -> Iterator[None]:
                 parent.rmdir()
 
 
-def _measure_here(work: RunDir, phase: PhasePlan) -> None:
+def _measure_here(work: RunDir, phase: PhasePlan, *, has_gpus: bool) -> None:
     (process,) = phase.processes
     launch = Launch(process, work, phase.name, 1, 0)
     paths = [package_root(), os.environ.get("PYTHONPATH")]
-    environment = {**os.environ, **visible_accelerators(launch), **launch.environment}
+    visible = visible_accelerators(launch, has_gpus=has_gpus)
+    environment = {**os.environ, **visible, **launch.environment}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     code = _run_guarded(process.argv, environment)
     if code != ExitCode.DONE:

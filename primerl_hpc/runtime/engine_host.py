@@ -97,7 +97,7 @@ class EngineHost:
         forget_endpoints(self.run_dir, self.name)
         process = phase.process(self.name)
         launch = Launch(process, self.run_dir, phase.name, attempt, self.incarnation)
-        self.step = LocalStep(launch)
+        self.step = LocalStep(launch, has_gpus=self.plan.accelerator == "gpu")
         log.info("starts %s, incarnation %d, log %s", self.name, self.incarnation, launch.log)
         await self.step.start()
         self.ready_by = time.monotonic() + process.ready_timeout_s if process.ready_timeout_s else math.inf

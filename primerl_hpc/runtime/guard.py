@@ -180,7 +180,13 @@ def _die_with_guard() -> None:
 
 
 def narrow_devices(indices: list[int]) -> None:
-    """Keep these of the devices that are visible to this process: names from the outer list, verbatim."""
+    """Keep these of the devices that are visible to this process: names from the outer list, verbatim.
+
+    A site whose GRES sets no list shows all the node's devices to every step: their indices name them.
+    """
+    if not any(name in os.environ for name in DEVICE_VARIABLES):
+        os.environ[DEVICE_VARIABLES[0]] = ",".join(map(str, indices))
+        return
     for name in DEVICE_VARIABLES:
         if outer := os.environ.get(name):
             devices = outer.split(",")

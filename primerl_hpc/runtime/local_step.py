@@ -13,14 +13,16 @@ from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 
 class LocalStep:
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch, *, has_gpus: bool) -> None:
+        """``has_gpus``: whether the plan's accelerators are GPUs."""
+        self.launch, self.has_gpus = launch, has_gpus
         self.child: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Raises SchedulerError when the process cannot be started (no memory, no such interpreter)."""
         launch = self.launch
         launch.log.parent.mkdir(parents=True, exist_ok=True)
+        visible = visible_accelerators(launch, has_gpus=self.has_gpus)
         command = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--", *launch.process.argv]
         with launch.log.open("ab") as log:
             try:
@@ -29,7 +31,7 @@ class LocalStep:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **visible_accelerators(launch), **launch.environment},
+                    env={**os.environ, **visible, **launch.environment},
                     start_new_session=True,
                 )
             except OSError as error:
@@ -52,14 +54,18 @@ class LocalStep:
             signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)
 
 
-def visible_accelerators(launch: Launch) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for a process that takes some of the node's GPUs: names from the outer list, verbatim.
+def visible_accelerators(launch: Launch, *, has_gpus: bool) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for a process that takes some of the node's GPUs; a router or orchestrator sees none.
 
-    Without a list (or without GPUs in the plan) nothing is set; a router or orchestrator sees no GPU.
+    Names from the outer list, verbatim; where nobody set one the node shows all its GPUs, and the plan's own indices name
+    them. Nothing without GPUs in the plan.
     """
     outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    indices = launch.process.accelerators
+    if outer is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} if has_gpus else {}
     if not outer:
         return {}
     devices = outer.split(",")
-    mine = [devices[index] for index in launch.process.accelerators if index < len(devices)]
+    mine = [devices[index] for index in indices if index < len(devices)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}

@@ -257,7 +257,9 @@ class Supervisor:
     # -- services for the phase --------------------------------------------------------------------------------------
 
     def make_step(self, launch: Launch) -> Step:
-        return LocalStep(launch) if self.nodes is None else SrunStep(launch, self.nodes.allocation)
+        if self.nodes is not None:
+            return SrunStep(launch, self.nodes.allocation)
+        return LocalStep(launch, has_gpus=self.plan.accelerator == "gpu")
 
     async def _read_allocation(self) -> None:
         if self.plan.scheduler != "slurm":

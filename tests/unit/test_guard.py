@@ -11,8 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primerl_hpc.runtime.guard import descendants_of
-from tests.support import is_alive, wait_for
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.runtime.guard import DEVICE_VARIABLES, descendants_of
+from primerl_hpc.runtime.local_step import visible_accelerators
+from primerl_hpc.runtime.steps import Launch
+from tests.support import is_alive, process_plan, wait_for
 
 GUARD = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--grace", "1", "--"]
 
@@ -106,3 +110,42 @@ def test_a_sigterm_while_the_command_is_being_made_ends_it() -> None:
 @pytest.mark.parametrize("code", [0, 3, 75])
 def test_the_commands_exit_code_is_the_guards(code: int) -> None:
     assert subprocess.run([*GUARD, "bash", "-c", f"exit {code}"], check=False).returncode == code
+
+
+@pytest.mark.parametrize(
+    "outer, has_gpus, accelerators, seen",
+    [
+        (None, True, (1, 2), {"CUDA_VISIBLE_DEVICES": "1,2"}),  # a workstation, where nobody sets it
+        (None, True, (), {"CUDA_VISIBLE_DEVICES": ""}),
+        (None, False, (1, 2), {}),  # slots of a machine without GPUs
+        ("4,GPU-b,6", True, (1, 2), {"CUDA_VISIBLE_DEVICES": "GPU-b,6"}),
+        ("", True, (1,), {}),
+    ],
+)
+def test_a_local_process_sees_the_gpus_of_its_plan_and_no_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outer: str | None,
+    has_gpus: bool,
+    accelerators: tuple[int, ...],
+    seen: dict[str, str],
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    process = process_plan(Role.TRAINER).model_copy(update={"accelerators": accelerators})
+    launch = Launch(process, RunDir(tmp_path), "main", 1, 0)
+    assert visible_accelerators(launch, has_gpus=has_gpus) == seen
+
+
+@pytest.mark.parametrize("outer, seen", [({}, "1,2"), ({"CUDA_VISIBLE_DEVICES": "4,5,6"}, "5,6")])
+def test_a_step_is_narrowed_to_its_devices_though_the_site_names_none(
+    monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], seen: str
+) -> None:
+    for name in DEVICE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, devices in outer.items():
+        monkeypatch.setenv(name, devices)
+    show = ("--devices", "1,2", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    guard = [sys.executable, "-m", "primerl_hpc.runtime.guard", *show]
+    assert subprocess.run(guard, capture_output=True, text=True, check=True).stdout.strip() == seen
