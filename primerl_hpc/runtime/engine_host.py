@@ -167,14 +167,15 @@ class EngineHost:
     def _is_run_over(self) -> bool:
         """Its files say so, or are those of a later submission; or it failed, or is silent, and SLURM says: over.
 
-        A job that failed for a lost node may be put back into the queue: then its engines wait for it.
+        A job that failed for a lost node may be put back into the queue, and one that saved after a SIGTERM is when it was
+        preempted or requeued from outside: then its engines wait for it.
         """
         state, job = read_json_or_none(self.run_dir.state) or {}, read_json_or_none(self.run_dir.job) or {}
         engines = job.get("engines_job_id")
         if engines not in (None, self.job) and time.monotonic() - self.started_at > SUBMITTER_S:
             return True
         written = RunState(state["state"]) if state.get("attempt", 0) >= job.get("attempt", 1) else None
-        if written in (RunState.DONE, RunState.STOPPED):
+        if written == RunState.DONE:
             return True
         is_quiet = self._is_supervisor_quiet() and "job_id" in job
         if not is_quiet or time.monotonic() - self.asked_at < ASK_SLURM_EVERY_S:

@@ -30,7 +30,7 @@ from primerl_hpc.runtime.chain import (
 )
 from primerl_hpc.runtime.journal import patiently
 from primerl_hpc.runtime.phase import PhaseEnd
-from primerl_hpc.runtime.requeue import requeue, why_not_again
+from primerl_hpc.runtime.requeue import CANCEL, requeue, why_not_again
 
 if TYPE_CHECKING:
     from primerl_hpc.runtime.supervisor import Supervisor
@@ -42,6 +42,8 @@ class Succession:
         self.journal = supervisor.journal
         self.job = os.environ.get("SLURM_JOB_ID", "")
         self.chain: Chain | None = None
+        self.is_cancelled = False
+        """Whether people asked for the end of the run itself, not only SLURM for that of its job."""
 
     async def begin(self) -> ExitCode | None:
         """The code to end with at once, when this is a link that has nothing to do; None: go on with the run."""
@@ -66,6 +68,7 @@ class Succession:
     async def hand_over(self, end: PhaseEnd, saved: int) -> str | None:
         """None when somebody goes on after step ``saved``; else why nobody does ("": people asked for the end)."""
         request = await patiently(lambda: read_json_or_none(self.run_dir.stop_request)) or {}
+        self.is_cancelled = request.get("reason") == CANCEL
         signals = self.supervisor.signals
         progressed = self.supervisor.has_finished_a_phase or saved > self.supervisor.resumed_from
         waiting = await self._waiting()

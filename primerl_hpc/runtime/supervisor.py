@@ -272,14 +272,14 @@ class Supervisor:
     async def _drop_waiting_engines(self) -> None:
         """Engines that run see the end of the run themselves; those still in the queue would start for nothing.
 
-        Not after a failure: SLURM may put the job of a lost node back into the queue.
+        Not after a failure, or a SIGTERM that nobody of ours asked for: SLURM may put the job of a lost node, or a
+        preempted one, back into the queue.
         """
         engines = (read_json_or_none(self.run_dir.job) or {}).get("engines_job_id")
-        if engines is not None and self.journal.state.get("state") in (
-            RunState.DONE,
-            RunState.STOPPED,
-            RunState.CANCELLED,
-        ):
+        ended = self.journal.state.get("state")
+        may_come_back = signal.SIGTERM in self.signals and not self.succession.is_cancelled
+        is_over = ended in (RunState.STOPPED, RunState.CANCELLED) and not may_come_back
+        if engines is not None and (ended == RunState.DONE or is_over):
             await run_slurm("scancel", "--state=PENDING", engines)
 
     async def look_at_walltime(self) -> None:

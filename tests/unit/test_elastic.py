@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint, r
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.runtime.elastic import SILENT_S, ElasticEngines
 from primerl_hpc.runtime.engine_host import EngineHost
+from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support import ROOT, make_plan, process_plan, wait_for
 
 SERVE = """
@@ -81,7 +84,7 @@ def test_an_engine_that_nobody_vouches_for_is_dropped_until_its_host_is_back(run
     [
         (RunState.RUNNING, 2, "7", False),
         (RunState.DONE, 2, "7", True),
-        (RunState.STOPPED, 2, "7", True),
+        (RunState.STOPPED, 2, "7", False),  # its job may be requeued: SLURM is asked when its lock is gone
         (RunState.PENDING, 2, "7", False),  # requeued: it will want its engines again
         (RunState.STOPPED, 1, "7", False),  # the attempt before the one that was submitted
         (RunState.RUNNING, 2, "8", False),  # the submitter has not written us down yet
@@ -104,6 +107,72 @@ def test_a_host_ends_with_its_run_and_not_before(
     assert is_wanted == (state == RunState.RUNNING and engines == "7")
     host.started_at -= 3600
     assert host._is_run_over() == (is_over or engines == "8")
+
+
+Commands = Callable[..., Path]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Puts SLURM's commands by name before all others. Returns the file with a line per call."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def make(**bodies: str) -> Path:
+        (tmp_path / "bin").mkdir()
+        for name, body in bodies.items():
+            command = tmp_path / "bin" / name
+            command.write_text(f'#!/bin/sh\necho "{name} $*" >>{tmp_path / "calls"}\n{body}\n')
+            command.chmod(0o755)
+        return tmp_path / "calls"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "state, squeue, is_over",
+    [
+        (RunState.STOPPED, r"printf '9\037PENDING\037BeginTime\037\037\n'", False),  # requeued from outside
+        (RunState.STOPPED, "exit 0", True),
+        (RunState.STOPPED, "echo 'Socket timed out' >&2; exit 1", False),
+        (RunState.DONE, "echo 'Socket timed out' >&2; exit 1", True),
+    ],
+)
+def test_engines_of_a_stopped_run_stay_while_slurm_may_start_its_job_again(
+    run: RunDir, commands: Commands, state: RunState, squeue: str, is_over: bool
+) -> None:
+    commands(squeue=squeue)
+    run.supervisor_lock.unlink()
+    write_json(run.state, {"state": state.value, "attempt": 1, "phase": "main"})
+    write_json(run.job, {"scheduler": "slurm", "job_id": "9", "attempt": 1})
+    assert EngineHost(run, 0)._is_run_over() == is_over
+
+
+@pytest.mark.parametrize(
+    "state, signals, is_cancelled, are_dropped",
+    [
+        (RunState.DONE, {signal.SIGTERM}, False, True),
+        (RunState.STOPPED, set(), False, True),
+        (RunState.STOPPED, {signal.SIGTERM}, True, True),  # `cancel`, and its scancel
+        (RunState.STOPPED, {signal.SIGTERM}, False, False),  # preempted, or requeued from outside
+        (RunState.CANCELLED, {signal.SIGTERM}, False, False),
+        (RunState.FAILED, set(), False, False),
+    ],
+)
+def test_waiting_engines_leave_the_queue_with_a_run_that_does_not_come_back(
+    run: RunDir,
+    commands: Commands,
+    state: RunState,
+    signals: set[int],
+    is_cancelled: bool,
+    are_dropped: bool,
+) -> None:
+    calls = commands(scancel="exit 0")
+    write_json(run.job, {"scheduler": "slurm", "job_id": "9", "attempt": 1, "engines_job_id": "7"})
+    supervisor = Supervisor(run)
+    supervisor.journal.state["state"] = state
+    supervisor.signals, supervisor.succession.is_cancelled = signals, is_cancelled
+    asyncio.run(supervisor._drop_waiting_engines())
+    assert calls.exists() == are_dropped
 
 
 @pytest.fixture
