@@ -178,12 +178,20 @@ def check_job_changes(changes: Sequence[str]) -> None:
 
 
 def check_not_running(run: RunDir) -> None:
-    """Raises OccupiedError when a supervisor works on the run, or a job that would do so waits in the queue."""
+    """Raises OccupiedError when a supervisor works on the run, or a job that would do so waits in the queue;
+    UnansweredError when SLURM does not say."""
     owner = read_json_or_none(run.supervisor_lock)
     if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
         raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
     job, state = read_json_or_none(run.job) or {}, read_json_or_none(run.state) or {}
-    facts = JobWatcher().facts_of([run])
+    jobs = JobWatcher()
+    facts = jobs.facts_of([run])
+    if jobs.trouble is not None:
+        raise UnansweredError(
+            f"nobody knows whether a job of this run is in the queue: {jobs.trouble}",
+            place=str(run.root),
+            mend="try again when SLURM answers",
+        )
     written = state.get("state")
     has_ended = is_of_job(state, job) and written in set(RunState) and RunState(written).is_final
     for link in job.get("links") or [job.get("job_id")]:

@@ -57,7 +57,7 @@ class Supervisor:
         self.nodes: Nodes | None = None
         self.succession = Succession(self)
         self.ends_at = math.inf  # on the monotonic clock: when the walltime is over
-        self.resumed_from = 0
+        self.resumed_from = math.inf  # before the first phase has begun nothing is gained
         self.has_finished_a_phase = False
         self.signals: set[int] = set()
         self.main: asyncio.Task[Any] | None = None

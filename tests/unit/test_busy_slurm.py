@@ -23,11 +23,12 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import UnansweredError
 from primerl_hpc.launch.cancel import cancel_run
+from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.runtime import allocation, journal
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.chain import queue_next_link, waiting_links
 from primerl_hpc.runtime.nodes import Nodes
-from primerl_hpc.runtime.phase import PhaseRun
+from primerl_hpc.runtime.phase import PhaseEnd, PhaseRun
 from primerl_hpc.runtime.requeue import requeue
 from primerl_hpc.runtime.running import Running
 from primerl_hpc.runtime.steps import ExitStatus, Launch
@@ -265,6 +266,17 @@ def test_a_running_chain_is_asked_to_stop_though_slurm_is_silent(
     assert "in the queue still" in capsys.readouterr().err
 
 
+def test_a_run_is_not_queued_again_while_nobody_says_whether_its_job_waits(
+    commands: Callable[..., Path], run: RunDir
+) -> None:
+    no_accounting = 'echo "Slurm accounting storage is disabled" >&2; exit 1'
+    commands(squeue=f"[ $call = 1 ] && {BUSY}\nexit 0", sacct=no_accounting)
+    write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1})
+    with pytest.raises(UnansweredError, match="Socket timed out"):
+        check_not_running(run)
+    check_not_running(run)  # squeue has forgotten it, and nobody else would know
+
+
 SILENT = pytest.mark.parametrize("silence", [BUSY, "exec sleep 60"], ids=["busy", "away"])
 
 
@@ -322,3 +334,14 @@ def test_why_no_link_follows_is_told_as_it_happened(
     told = asyncio.run(phase.supervisor.succession._leave_to_next_link(CHAIN, (), 2)) or ""
     assert told.startswith("saved after step 2, but ") and "primerl-hpc resume" in told
     assert words in told and ("compute node" in told) == ("compute node" in words)
+
+
+def test_a_walltime_before_the_first_phase_of_a_resumed_run_is_no_progress(
+    commands: Callable[..., Path], run: RunDir
+) -> None:
+    calls = commands(scontrol="exit 0", squeue="exit 0")
+    write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1})
+    phase, _ = end_of_trainer(run)
+    write_json(run.stop_request, {"reason": "walltime"})
+    why = asyncio.run(phase.supervisor.succession.hand_over(PhaseEnd.ABANDONED, 100))
+    assert "before a new checkpoint" in (why or "") and not calls.exists()
