@@ -7,6 +7,7 @@ Facts that shaped it: SLURM_JOB_END_TIME exists since 23.02 and tells the end th
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.common.slurm import UNANSWERED
+from primerl_hpc.common.slurm import UNANSWERED, query_environ
 from primerl_hpc.plan.types import Plan
 
 ANSWER_S = 10.0
@@ -147,7 +148,7 @@ async def came_together(allocation: Allocation) -> bool:
         return True
     _, said = await insist(
         *("squeue", "--noheader", f"--jobs={allocation.job_id}", "--format=%S %V"),
-        environment={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        environment={"SLURM_TIME_FORMAT": "%s"},
     )
     starts, submits = said.split()[::2], said.split()[1::2]
     if not all(word.isdigit() for word in (*starts, *submits)):
@@ -156,7 +157,7 @@ async def came_together(allocation: Allocation) -> bool:
 
 
 async def seconds_left(job_id: str) -> float | None:
-    """Until the walltime ends the job; None without a limit, or when SLURM does not say."""
+    """Until the walltime ends the job; infinite without a limit, None when SLURM does not say."""
     question = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
     code, said = await run_slurm(*question)
     left = parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
@@ -166,7 +167,9 @@ async def seconds_left(job_id: str) -> float | None:
 
 
 def parse_time_left(text: str) -> float | None:
-    """``[days-]hours:minutes:seconds`` with the larger ones left out, as squeue's %L prints it."""
+    """``[days-]hours:minutes:seconds`` with the larger ones left out, or UNLIMITED, as squeue's %L prints it."""
+    if text.strip() == "UNLIMITED":
+        return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if match is None:
         return None
@@ -179,12 +182,13 @@ async def run_slurm(
 ) -> tuple[int, str]:
     """Exit code (`NO_ANSWER`: none in time) and everything a SLURM command printed.
 
-    ``environment``: default, our own; ``timeout_s``: default, `ANSWER_S`.
+    ``environment``: on top of our own, without a person's formats and filters; ``timeout_s``: default, `ANSWER_S`.
     """
     timeout_s = ANSWER_S if timeout_s is None else timeout_s
+    environ = query_environ(os.environ) | dict(environment or {})
     try:
         child = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environ
         )
     except OSError as error:
         return 127, str(error)

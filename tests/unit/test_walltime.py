@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from primerl_hpc.common.files import append_json
+from primerl_hpc.common.files import append_json, read_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.observe.follow import Follower
-from primerl_hpc.runtime.allocation import seconds_left
+from primerl_hpc.runtime.allocation import Allocation, run_slurm, seconds_left
 from primerl_hpc.runtime.engine_host import EngineHost
+from primerl_hpc.runtime.nodes import Nodes
 from primerl_hpc.runtime.requeue import WALLTIME, why_not_again
+from primerl_hpc.runtime.supervisor import Supervisor
 from primerl_hpc.runtime.walltime import HEADROOM, LAST_ROWS, RESERVE_S, Deadline
 from tests.support import make_plan, process_plan
 
@@ -246,9 +249,36 @@ def test_the_scheduler_knows_the_end_better_than_the_environment(
     squeue("echo 1:00:05")
     assert asyncio.run(seconds_left("7")) == 3605.0
     squeue("echo UNLIMITED")
-    assert asyncio.run(seconds_left("7")) is None
+    assert asyncio.run(seconds_left("7")) == math.inf
     squeue("echo 'squeue: error: Socket timed out' >&2; exit 1")
     assert (asyncio.run(seconds_left("7")) or 0) < -1e9
+
+
+def test_a_limit_that_was_taken_away_ends_no_attempt_and_no_answer_changes_none(
+    squeue: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    recipe = {"kind": "rl", "name": "toy", "model": {"name": "some/model"}, "max_steps": 3}
+    recipe["environments"] = {"train": [{"id": "reverse-text"}]}
+    make_plan(tmp_path, recipe, processes=[process_plan(Role.TRAINER)])
+    supervisor = Supervisor(RunDir(tmp_path))
+    supervisor.journal.state = {"state": "running"}
+    supervisor.nodes = Nodes(supervisor, Allocation(("n1",), 1, False, 0, job_id="7"), {})
+    for answer, is_limited in (("echo 1:00", True), ("exit 1", True), ("echo UNLIMITED", False)):
+        squeue(answer)
+        asyncio.run(supervisor.look_at_walltime())
+        assert math.isfinite(supervisor.seconds_left()) == is_limited
+        assert (read_json(supervisor.run_dir.state)["ends_at"] is not None) == is_limited
+
+
+def test_a_persons_own_formats_do_not_change_what_slurm_answers_us(
+    squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    squeue('echo "${SQUEUE_STATES-none} ${SLURM_TIME_FORMAT-none}"')
+    assert asyncio.run(run_slurm("squeue")) == (0, "none none")
+    assert asyncio.run(run_slurm("squeue", environment={"SLURM_TIME_FORMAT": "%s"})) == (0, "none %s")
 
 
 def test_an_elastic_engine_leaves_before_its_job_ends_though_no_warning_came(
