@@ -41,13 +41,26 @@ def run_directory_patience() -> Patience:
     return Patience("the run directory", FALTERS_S)
 
 
-async def patiently(look: Callable[[], T]) -> T:
-    """What ``look`` returns as soon as the run directory answers. Raises its OSError after `FALTERS_S`."""
+async def patiently(look: Callable[[], T], *, is_long: bool = False) -> T:
+    """What ``look`` returns as soon as the run directory answers. Raises its OSError after `FALTERS_S`.
+
+    ``is_long``: beside the loop, on which the lock must be kept alive meanwhile.
+    """
     patience = run_directory_patience()
     while True:
         with patience:
-            return look()
+            return await _beside_the_loop(look) if is_long else look()
         await asyncio.sleep(AGAIN_S)
+
+
+async def _beside_the_loop(look: Callable[[], T]) -> T:
+    """Who is cancelled waits for its end all the same: it must not go on beside a successor."""
+    work = asyncio.create_task(asyncio.to_thread(look))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 class Journal:

@@ -86,6 +86,16 @@ class Succession:
                 return refused
         return await self._leave_to_next_link(self.chain, waiting, saved)
 
+    async def give_nodes_back(self, saved: int, *, is_hopeful: bool = True) -> str | None:
+        """None when this job, or a link that waits for it, goes on with other nodes; else why nobody does.
+
+        ``is_hopeful``: whether another try of this very job would be any different.
+        """
+        refused = await self.go_back_into_the_queue(saved) if is_hopeful else ""
+        if refused is None or self.chain is None or not (waiting := await self._waiting()):
+            return refused
+        return await self._leave_to_next_link(self.chain, waiting, saved)
+
     async def end(self) -> None:
         """Take the links that are not needed any more out of the queue."""
         if waiting := await self._waiting():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -19,11 +20,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError
-from primerl_hpc.common.files import is_there, read_json_or_none, write_json, write_text
+from primerl_hpc.common.files import create_exclusive, is_there, read_json_or_none, write_text
 from primerl_hpc.common.lock import TOUCH_EVERY_S, SupervisorLock
 from primerl_hpc.common.log import setup_logging
 from primerl_hpc.common.names import Kind, RunState
@@ -89,8 +91,6 @@ class Supervisor:
             raise OccupiedError(
                 "another supervisor took this run directory over", place=str(self.run_dir.root)
             ) from None
-        except PrimerlError:
-            raise
         except Exception as error:
             if not self.journal.state:
                 raise
@@ -113,7 +113,9 @@ class Supervisor:
             run = self.run_dir.phase(phase.name)
             if await patiently(lambda run=run, phase=phase: is_phase_done(run, phase)):
                 continue
-            resumed = self.resumed_from = await patiently(lambda phase=phase: self.prepare_phase(phase))
+            if self.signals or await patiently(lambda: is_there(self.run_dir.stop_request)):
+                return await self._end_before_start()  # what came while the phase before was torn down
+            resumed = self.resumed_from = await patiently(partial(self.prepare_phase, phase), is_long=True)
             journal.state.setdefault("began", {"phase": phase.name, "step": resumed})
             journal.set_state(RunState.RUNNING, phase=phase.name, resumed_from=resumed)
             journal.record(
@@ -124,25 +126,31 @@ class Supervisor:
             if end != PhaseEnd.DONE:
                 journal.is_closing = True
                 return await self._close(end, await patiently(run.latest_checkpoint) or 0)
-            self.has_finished_a_phase = True
+            self.current, self.has_finished_a_phase = None, True
             journal.record("phase_done", phase=phase.name)
+        journal.is_closing = True
         await self.succession.end()
         journal.set_state(RunState.DONE)
         journal.record("run_done")
         return ExitCode.DONE
 
     async def _end_before_start(self) -> ExitCode:
-        """People, or the scheduler, want the end before anything has begun."""
+        """People, or the scheduler, want the end before anything has begun, or between two phases."""
         self.journal.is_closing = True
         return await self._close(PhaseEnd.ABANDONED, await self._saved())
 
     async def _fail_by_ourselves(self, error: Exception) -> ExitCode:
         """What nobody foresaw is told like any other fault."""
-        log.exception("the supervisor failed")
         self.journal.is_closing = True
-        told = f"{type(error).__name__}: {error}"
-        self.journal.write_own_failure("the supervisor failed", told, ExitCode.FAILED)
-        return await self._close(PhaseEnd.FAILED, await self._saved())
+        if isinstance(error, PrimerlError):  # a sentence for people
+            log.error("%s", error)
+            told, code = str(error), error.exit_code
+        else:
+            log.exception("the supervisor failed")
+            told, code = f"{type(error).__name__}: {error}", ExitCode.FAILED
+        self.journal.write_own_failure("the supervisor failed", told, code)
+        end = await self._close(PhaseEnd.FAILED, await self._saved())
+        return code if end == ExitCode.FAILED else end
 
     async def _saved(self) -> int:
         """The step after which an attempt would go on now."""
@@ -181,18 +189,18 @@ class Supervisor:
 
     async def _give_nodes_back(self, nodes: Nodes) -> ExitCode:
         """Too few good nodes: back into the queue without the bad ones, unless the last attempt tried just that."""
-        if nodes.has_news:
-            if await self.succession.go_back_into_the_queue(await self._saved()) is None:
-                return ExitCode.BAD_NODE
-        else:
+        if not nodes.has_news:
             self.journal.record("nodes_bad_again", nodes=sorted(nodes.excluded))
+        saved = await self._saved()
+        if await self.succession.give_nodes_back(saved, is_hopeful=nodes.has_news) is None:
+            return ExitCode.BAD_NODE
         await self.succession.end()
         return self._fail()
 
     async def _come_back_whole(self) -> ExitCode:
         """This component of a heterogeneous job was lost and came back alone: the whole job goes into the queue again."""
         self.journal.record("came_back_alone", host=self.journal.state["host"])
-        reason = await self.succession.go_back_into_the_queue(await self._saved())
+        reason = await self.succession.give_nodes_back(await self._saved())
         if reason is None:
             return ExitCode.PREEMPTED
         await self.succession.end()
@@ -287,7 +295,7 @@ class Supervisor:
         assert self.nodes is not None
         if (left := await seconds_left(self.nodes.allocation.job_id)) is not None:
             self.ends_at = time.monotonic() + left
-            self.journal.update(ends_at=round(time.time() + left))
+            self.journal.update(ends_at=round(time.time() + left) if math.isfinite(left) else None)
 
     def seconds_left(self) -> float:
         """Until the walltime; infinite without one."""
@@ -306,8 +314,9 @@ class Supervisor:
         )
 
     def request_stop(self, reason: str) -> None:
-        """As people do, for everybody who looks at control/stop."""
-        self.journal.write(lambda: write_json(self.run_dir.stop_request, {"reason": reason}), is_vital=True)
+        """As people do, for everybody who looks at control/stop. What they asked for before stays."""
+        request = json.dumps({"reason": reason})
+        self.journal.write(lambda: create_exclusive(self.run_dir.stop_request, request), is_vital=True)
 
     # -- signals, heartbeat, strays -------------------------------------------------------------------------------------
 

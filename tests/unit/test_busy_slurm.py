@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.chain import Chain
+from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
@@ -345,3 +346,21 @@ def test_a_walltime_before_the_first_phase_of_a_resumed_run_is_no_progress(
     write_json(run.stop_request, {"reason": "walltime"})
     why = asyncio.run(phase.supervisor.succession.hand_over(PhaseEnd.ABANDONED, 100))
     assert "before a new checkpoint" in (why or "") and not calls.exists()
+
+
+@pytest.mark.parametrize("tried_before", [(), ("n1",)], ids=["refused", "bad again"])
+def test_a_bad_node_leaves_the_run_to_the_next_link_where_the_job_cannot_come_back(
+    commands: Callable[..., Path], run: RunDir, tried_before: tuple[str, ...]
+) -> None:
+    """docs/decisions/0007-chains.md: where requeue is off or refused, the next link takes over."""
+    waits = r"printf '2\x1fPENDING\x1fDependency\x1f\x1f\n'"
+    calls = commands(scontrol='echo "requests are disabled"; exit 1', squeue=waits, scancel="exit 0")
+    supervisor = end_of_trainer(run)[0].supervisor
+    supervisor.succession.chain, supervisor.succession.job = Chain(("1", "2")), "1"
+    assert supervisor.nodes is not None
+    nodes = Nodes(supervisor, supervisor.nodes.allocation, {"ever_excluded": tried_before})
+    nodes.excluded = {"n1": "gpus: 7 of 8"}
+    assert asyncio.run(supervisor._give_nodes_back(nodes)) == ExitCode.BAD_NODE
+    assert read_json(run.state)["message"].startswith("link 2 of 2 goes on") and not asked_of(
+        calls, "scancel"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -24,8 +26,10 @@ from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.observe.diagnose import diagnose, tell
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import take_snapshot
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.types import OnExit, Plan
 from primerl_hpc.runtime.guard import descendants_of
+from primerl_hpc.runtime.journal import patiently
+from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support import ROOT, is_alive, make_plan, process_plan, wait_for
 
 RECIPE = {
@@ -73,8 +77,9 @@ class Toy:
             process_plan(role, index, argv=argv, on_exit=on_exit, ready_timeout_s=ready_timeout_s)
         )
 
-    def start(self) -> None:
-        make_plan(self.run.root, self.recipe, processes=self.processes)
+    def start(self, plan: Plan | None = None) -> None:
+        plan = plan or make_plan(self.run.root, self.recipe, processes=self.processes)
+        write_json(self.run.plan, plan.model_dump(mode="json"))
         self.supervisor = subprocess.Popen(
             [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(self.run.root)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -421,6 +426,75 @@ def test_a_cancel_that_comes_before_the_supervisor_is_kept_and_a_later_resume_go
     assert take_snapshot(toy.run).state == RunState.CANCELLED and not toy.events("role_started")
     toy.start()
     assert toy.end() == ExitCode.DONE
+
+
+def test_what_people_asked_for_is_not_replaced_by_a_wish_of_the_supervisor(toy: Toy) -> None:
+    make_plan(toy.run.root, RECIPE, processes=[process_plan(Role.TRAINER)])
+    supervisor = Supervisor(toy.run)
+    write_json(toy.run.stop_request, {"reason": "cancel", "now": False})
+    supervisor.request_stop("walltime")
+    assert read_json(toy.run.stop_request)["reason"] == "cancel"
+    toy.run.stop_request.unlink()
+    supervisor.request_stop("walltime")
+    assert read_json(toy.run.stop_request)["reason"] == "walltime"
+
+
+def test_what_takes_long_does_not_hold_the_loop_and_is_over_before_a_cancelled_attempt_goes_on() -> None:
+    loop_goes_on, has_begun, is_over = threading.Event(), threading.Event(), []
+
+    def look() -> None:
+        has_begun.set()
+        is_over.append(loop_goes_on.wait(timeout=20))
+
+    async def cancel_it() -> None:
+        looking = asyncio.create_task(patiently(look, is_long=True))
+        while not has_begun.is_set():
+            await asyncio.sleep(0)
+        looking.cancel()
+        await asyncio.sleep(0)
+        loop_goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert is_over == [True]
+
+    asyncio.run(cancel_it())
+
+
+def test_a_signal_while_a_phase_is_torn_down_starts_nothing_of_the_next(toy: Toy) -> None:
+    lingers = """
+    import signal
+    from pathlib import Path
+    def leave(*_):
+        (run.root / "leaving").touch()
+        while not (run.root / "enough").exists(): time.sleep(0.05)
+        raise SystemExit(0)
+    signal.signal(signal.SIGTERM, leave)
+    """
+    publish = "publish_endpoint(run"
+    toy.add(Role.INFERENCE, SERVE.replace(publish, textwrap.dedent(lingers) + publish), OnExit.RESTART)
+    trains = "while not run.endpoint('inference-0').exists(): time.sleep(0.05)"
+    toy.add(Role.TRAINER, PUBLISH + trains, OnExit.ENDS_PHASE)
+    plan = make_plan(toy.run.root, RECIPE, processes=toy.processes)
+    warmup = plan.phases[0].model_copy(update={"name": "warmup"})
+    plan = plan.model_copy(update={"phases": (warmup, *plan.phases)})
+    toy.start(plan)
+    wait_for((toy.run.root / "leaving").exists, "the teardown")
+    toy.supervisor.send_signal(signal.SIGTERM)
+    wait_for(lambda: toy.events("signal"))
+    (toy.run.root / "enough").touch()
+    assert toy.end() == ExitCode.PREEMPTED
+    assert [row["phase"] for row in toy.events("phase_started")] == ["warmup"]
+
+
+def test_a_job_without_its_allocation_says_why_it_failed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    toy.add(Role.TRAINER, "print('trained')", OnExit.ENDS_PHASE)
+    plan = make_plan(toy.run.root, RECIPE, processes=toy.processes)
+    toy.start(plan.model_copy(update={"scheduler": "slurm"}))
+    assert toy.end() == ExitCode.UNAVAILABLE
+    assert read_json(toy.run.state)["state"] == RunState.FAILED
+    failure = read_json(toy.run.failure)
+    assert "no SLURM job" in failure["message"] and failure["exit_code"] == ExitCode.UNAVAILABLE
 
 
 def test_a_supervisor_that_was_taken_over_leaves_its_successor_alone(toy: Toy) -> None:
