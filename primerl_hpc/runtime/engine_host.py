@@ -30,7 +30,7 @@ from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.runtime.allocation import seconds_left
 from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
 from primerl_hpc.runtime.journal import run_directory_patience
-from primerl_hpc.runtime.local_step import LocalStep
+from primerl_hpc.runtime.local_step import LocalStep, end_orphans
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import requeue
 from primerl_hpc.runtime.steps import Launch
@@ -97,6 +97,7 @@ class EngineHost:
         forget_endpoints(self.run_dir, self.name)
         process = phase.process(self.name)
         launch = Launch(process, self.run_dir, phase.name, attempt, self.incarnation)
+        await end_orphans(())
         self.step = LocalStep(launch, has_gpus=self.plan.accelerator == "gpu")
         log.info("starts %s, incarnation %d, log %s", self.name, self.incarnation, launch.log)
         await self.step.start()

@@ -27,6 +27,8 @@ import sys
 import time
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+GIVE_UP_S = 20.0
+"""A process that does not end so long after SIGKILL is held by the kernel; the job must not wait for it."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -73,7 +75,7 @@ def signal_all(pids: list[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # it is gone, or became another user's (setuid)
             continue
 
 
@@ -86,16 +88,31 @@ def reap_all() -> None:
         pass
 
 
-def end_descendants(grace_s: float) -> None:
-    """SIGTERM to everything below this process, SIGKILL after ``grace_s``; returns when nothing is left."""
+def end_descendants(grace_s: float, give_up_s: float = GIVE_UP_S) -> list[int]:
+    """SIGTERM to everything below this process, SIGKILL after ``grace_s``; what is left ``give_up_s`` after that."""
     signal_all(descendants_of(os.getpid()), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while left := descendants_of(os.getpid()):
         reap_all()
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now >= deadline:
             signal_all(left, signal.SIGKILL)
+        if now >= deadline + give_up_s:
+            return left
         time.sleep(0.02)
     reap_all()
+    return []
+
+
+def tell_survivors(pids: list[int]) -> None:
+    """The kernel holds them (state D: a device or filesystem that does not answer), or they are another user's."""
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        print(f"guard: cannot end {pid} ({name}, state {rest.split()[0]})", file=sys.stderr, flush=True)
 
 
 class Guard:
@@ -151,7 +168,7 @@ class Guard:
         )
         self.tell_child()
         code = self.wait()
-        end_descendants(grace_s=1.0)
+        tell_survivors(end_descendants(grace_s=1.0))
         return code if code >= 0 else 128 - code
 
     def wait(self) -> int:
@@ -163,6 +180,8 @@ class Guard:
                 self.reap_orphans()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 signal_all(descendants_of(os.getpid()), signal.SIGKILL)
+                if time.monotonic() > self.kill_at + GIVE_UP_S:
+                    return -signal.SIGKILL
 
     def reap_orphans(self) -> None:
         """Dead grandchildren that became ours must not pile up as zombies."""

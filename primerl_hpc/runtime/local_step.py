@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.runtime.guard import descendants_of, signal_all
+from primerl_hpc.runtime.guard import GIVE_UP_S, children_of, descendants_of, signal_all
 from primerl_hpc.runtime.steps import ExitStatus, Launch
 
 
@@ -52,6 +55,23 @@ class LocalStep:
     async def kill(self) -> None:
         if self.child is not None and self.child.returncode is None:
             signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)
+
+
+async def end_orphans(living: Iterable[LocalStep]) -> None:
+    """End what is below this process and not below a guard of ``living``: we are subreaper of those whose guard was killed.
+
+    No other child may be there, nor be started meanwhile.
+    """
+    guards = {step.child.pid for step in living if step.child is not None}
+    deadline = time.monotonic() + GIVE_UP_S
+    while orphans := [pid for pid in children_of(os.getpid()) if pid not in guards]:
+        signal_all([below for pid in orphans for below in (pid, *descendants_of(pid))], signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            return
+        await asyncio.sleep(0.02)
 
 
 def visible_accelerators(launch: Launch, *, has_gpus: bool) -> dict[str, str]:

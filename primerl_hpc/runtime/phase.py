@@ -27,6 +27,7 @@ from primerl_hpc.runtime.failures import (
     log_sizes,
 )
 from primerl_hpc.runtime.journal import run_directory_patience
+from primerl_hpc.runtime.local_step import LocalStep, end_orphans
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.requeue import WALLTIME
 from primerl_hpc.runtime.running import Running
@@ -106,6 +107,7 @@ class PhaseRun:
         each.written = log_sizes(each.launch) if incarnation else {}
         nodes = self.supervisor.nodes
         each.hosts = () if nodes is None else tuple(nodes.allocation.hosts_of(process.nodes))
+        await self._end_orphans()
         each.step = self.supervisor.make_step(each.launch)
         await each.step.start()
         each.waiter, each.incarnation = asyncio.create_task(each.step.wait()), incarnation
@@ -115,6 +117,12 @@ class PhaseRun:
         told = {"log": process.log, "role": process.role.value}
         self.journal.set_process(process.name, state="starting", incarnation=incarnation, **told)
         self.journal.record("role_started", process=process.name, incarnation=incarnation)
+
+    async def _end_orphans(self) -> None:
+        """Nobody starts beside what is left of its earlier life, whose guard was killed."""
+        if self.supervisor.nodes is None:
+            living = [each.step for each in self.running.values() if each.waiter is not None]
+            await end_orphans([step for step in living if isinstance(step, LocalStep)])
 
     # -- watching ------------------------------------------------------------------------------------------------
 
@@ -231,7 +239,8 @@ class PhaseRun:
         assert each.launch is not None
         host = status.host or socket.gethostname()
         failure = describe_failure(each.launch, status, "", host, each.written)
-        return failure | ({"reason": "it hung", "message": each.verdict} if each.verdict else {})
+        ours = {"reason": "it hung", "message": each.verdict, "was_ended_by_us": True}
+        return failure | (ours if each.verdict else {})
 
     async def _recover(self, fault: dict[str, Any], delay_s: float) -> None:
         """End all that can end the phase, forget the steps after the last complete checkpoint, start them there again.
@@ -273,7 +282,8 @@ class PhaseRun:
             after_s = round(now - each.started_at, 1)
             self.journal.record("role_ready", process=name, after_s=after_s, url=endpoint.get("url"))
         limit_s = each.process.ready_timeout_s
-        if not each.is_ready and limit_s and now - each.started_at > limit_s:
+        if not each.is_ready and limit_s and now - each.started_at > limit_s and not each.verdict:
+            each.verdict = f"{name} was not ready after {limit_s} s"
             self.journal.record("role_not_ready", process=name, after_s=limit_s)
             await each.step.kill()
         if (asked := take_restart_request(self.run_dir, name, each.incarnation)) is not None:

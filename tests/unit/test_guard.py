@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,28 @@ def test_the_tree_ends_when_the_guards_parent_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_for(lambda: all_gone(below))
+
+
+def test_who_does_not_end_is_given_up_and_named() -> None:
+    """As those that the kernel holds: this one may not be killed before it was given up."""
+    code = textwrap.dedent(
+        """
+        import os, subprocess, sys
+        from primerl_hpc.runtime import guard
+
+        deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        left = guard.end_descendants(grace_s=0.0, give_up_s=0.0)
+        assert left == [child.pid]
+        guard.tell_survivors([os.getpid()])
+        assert guard.end_descendants(grace_s=0.0) == []
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=20, check=True, capture_output=True, text=True
+    )
+    assert re.fullmatch(r"guard: cannot end \d+ \(python\S*, state R\)\n", done.stderr)
 
 
 def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,39 @@ def test_a_server_that_is_not_ready_in_time_is_started_again(toy: Toy) -> None:
     toy.end()
 
 
+def test_a_process_that_was_not_ready_in_time_is_said_to_be_so_once(toy: Toy) -> None:
+    toy.add(Role.TRAINER, "import time; time.sleep(600)", OnExit.ENDS_PHASE, ready_timeout_s=1)
+    toy.start()
+    assert toy.end() == ExitCode.FAILED
+    failure = read_json(toy.run.failure)
+    assert (failure["message"], failure["signal"]) == ("trainer-0 was not ready after 1 s", "SIGKILL")
+    assert len(toy.events("role_not_ready")) == 1
+    assert "SIGKILL (by the supervisor)" in tell(diagnose(toy.run), 5)
+
+
+def test_what_a_killed_guard_kept_is_gone_before_the_next_life_starts(toy: Toy) -> None:
+    leaves = """
+    import os, subprocess
+    left = run.root / "left"
+    if left.exists():
+        (run.root / "beside").write_text(str(os.path.exists(f"/proc/{left.read_text()}")))
+    else:
+        below = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"
+        told = subprocess.run([sys.executable, "-c", below], stdout=subprocess.PIPE, text=True)
+        left.write_text(told.stdout.strip())
+    """
+    publish = "publish_endpoint(run"
+    toy.add(Role.INFERENCE, SERVE.replace(publish, textwrap.dedent(leaves) + publish), OnExit.RESTART)
+    toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("inference-0"))
+    psutil.Process(toy.pid_of("inference-0")).parent().kill()
+    wait_for(lambda: len(toy.events("role_ready")) == 2)
+    assert (toy.run.root / "beside").read_text() == "False"
+    write_json(toy.run.stop_request, {"now": True})
+    toy.end()
+
+
 def test_a_peer_may_ask_for_a_restart(toy: Toy) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
     toy.add(Role.ORCHESTRATOR, UNTIL_STOPPED, OnExit.ENDS_PHASE)
