@@ -40,10 +40,13 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 def read_last_steps(path: Path, count: int) -> dict[int, dict[str, Any]]:
     """The last ``count`` rows of the attempt that wrote last, by step; however long the file is, only its end is read.
 
+    Steps above the last row's were lost by a recovery of that attempt, and are done again.
     What is not finite stays a text: these rows go into JSON as they are.
     """
     rows = [row for row in read_last_jsonl(path, count) if isinstance(row.get("step"), int)]
-    return {row["step"]: row for row in rows if row.get("attempt") == rows[-1].get("attempt")}
+    last = rows[-1] if rows else {}
+    mine = [row for row in rows if row.get("attempt") == last.get("attempt")]
+    return {row["step"]: row for row in mine if row["step"] <= last["step"]}
 
 
 def with_floats(row: dict[str, Any]) -> dict[str, Any]:

@@ -227,8 +227,9 @@ def _of_a_waiting_run(snapshot: Snapshot, fact: JobFact | None, watch: str) -> D
 
 
 def _pulse(snapshot: Snapshot) -> str:
-    """Whether it moves, from its last step, its restarts and saves."""
-    since_s = time.time() - float(snapshot.metrics.get("time") or snapshot.started or time.time())
+    """Whether it moves, from its last step, its restarts and saves. A last step may be of an earlier attempt."""
+    began = float(snapshot.started or 0.0)
+    since_s = time.time() - (max(float(snapshot.metrics.get("time") or 0.0), began) or time.time())
     step_s = snapshot.metrics.get("time/step")
     if isinstance(step_s, float) and since_s > max(60.0, SLOW * step_s):
         return (
@@ -280,7 +281,7 @@ def tell(found: Diagnosis, num_lines: int) -> str:
 def _who(failure: dict[str, Any]) -> str:
     rank = f" rank {failure['rank']}" if failure.get("rank") is not None else ""
     if signal := failure.get("signal"):
-        means = SIGNALS.get(signal)
+        means = "by the supervisor" if failure.get("was_ended_by_us") else SIGNALS.get(signal)
         ended = f"{signal} ({means})" if means else signal
     else:
         ended = _named(failure.get("exit_code"))

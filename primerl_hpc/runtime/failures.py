@@ -44,7 +44,7 @@ def describe_failure(
     cause = find_cause(
         lines,
         told=read_json_or_none(run.error(process.name)),
-        raised=_torchrun_error(run.attempt_logs(launch.attempt), max(1, len(process.accelerators)), written),
+        raised=_torchrun_error(_error_files(launch), max(1, len(process.accelerators)), written),
         status=status,
     )
     return {
@@ -147,8 +147,17 @@ def forget_earlier_words(run: RunDir, process: ProcessPlan) -> None:
 def log_sizes(launch: Launch) -> dict[Path, int]:
     """Bytes in the logs of a process, of every node of it, and in the error files of torchrun."""
     paths = [launch.log, launch.scheduler_log, *launch.log.parent.glob(f"{launch.log.stem}_*.log")]
-    paths += launch.run_dir.attempt_logs(launch.attempt).rglob(TORCHRUN_ERROR)
+    paths += _error_files(launch)
     return {path: path.stat().st_size for path in paths if path.exists()}
+
+
+def _error_files(launch: Launch) -> list[Path]:
+    """Of this process alone: others of the attempt have faults of their own."""
+    folders = [
+        launch.run_dir.torchrun_logs(launch.attempt, launch.process.name, place)
+        for place in range(len(launch.process.nodes))
+    ]
+    return [path for folder in folders for path in folder.rglob(TORCHRUN_ERROR)]
 
 
 def last_lines(log: Path, start: int = 0, count: int = LAST_LINES, tail_bytes: int = 64_000) -> list[str]:
@@ -163,10 +172,12 @@ def last_lines(log: Path, start: int = 0, count: int = LAST_LINES, tail_bytes: i
     return [line.rstrip()[:500] for line in text.splitlines() if line.strip()][-count:]
 
 
-def _torchrun_error(logs: Path, ranks_per_node: int, written: Mapping[Path, int]) -> dict[str, Any] | None:
+def _torchrun_error(
+    paths: list[Path], ranks_per_node: int, written: Mapping[Path, int]
+) -> dict[str, Any] | None:
     """The error file with the earliest timestamp: peers of a dead rank fail later, with other words."""
     earliest: dict[str, Any] | None = None
-    for path in logs.rglob(TORCHRUN_ERROR):
+    for path in paths:
         if path in written:
             continue  # of an earlier life
         try:

@@ -269,6 +269,10 @@ def test_a_running_run_that_stands_still_is_told_apart_from_one_that_moves(run: 
     queue = row("17", "RUNNING", "None", "", "gpu-[a-c]")
     _, text = look(run, queue)
     assert "no new step for 1:00 h, a step took 30 s" in text
+    write_json(run.state, {**state, "started": time.time() - 30})  # it was requeued: that step is of before
+    assert "no new step" not in look(run, queue)[1]
+    write_json(run.state, {**state, "started": time.time() - 1800})
+    assert "no new step for 30:00 min" in look(run, queue)[1]
     append_json(run.metrics("trainer"), {"step": 24, "time": time.time(), "attempt": 2, "time/step": 30.0})
     _, text = look(run, queue)
     assert "it is running; started again: inference-0 2 times" in text

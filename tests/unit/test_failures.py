@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl_hpc.common.files import write_text
+from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.runtime.failures import LAST_LINES, describe_failure, find_cause
@@ -76,6 +76,15 @@ def test_a_report_with_the_tracebacks_of_all_ranks_is_read_whole(tmp_path: Path)
     write_text(launch.log, "\n".join([*report((0, -9), (1, 1)), *["    File train.py"] * 100]))
     failure = describe_failure(launch, ExitStatus(1), "ended", "n1")
     assert (failure["rank"], failure["signal"], len(failure["last_lines"])) == (0, "SIGKILL", LAST_LINES)
+
+
+@pytest.mark.parametrize("whose, message", [("trainer-0", "boom"), ("sft-0", "its own last line")])
+def test_an_error_file_speaks_for_its_own_process_alone(tmp_path: Path, whose: str, message: str) -> None:
+    launch = Launch(process_plan(Role.TRAINER), RunDir(tmp_path), "main", 1, 0)
+    write_text(launch.log, "its own last line")
+    folder = launch.run_dir.torchrun_logs(1, whose, 0) / "none_x" / "attempt_0" / "0"
+    write_json(folder / "error.json", {"message": {"message": "boom", "extraInfo": {"timestamp": "1"}}})
+    assert describe_failure(launch, ExitStatus(1), "ended", "n1")["message"] == message
 
 
 def test_a_ranks_own_sentence_comes_before_torchruns_report() -> None:

@@ -298,6 +298,13 @@ def test_steps_of_an_earlier_attempt_do_not_count_as_this_ones_pace(tmp_path: Pa
     assert read_last_steps(tmp_path / "none.jsonl", 20) == {}
 
 
+def test_steps_that_a_recovery_lost_are_not_told_as_done(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    for step in (*range(1, 21), 11, 12):
+        append_json(path, {"step": step, "time": 0.0, "attempt": 1})
+    assert max(read_last_steps(path, 20)) == 12
+
+
 # -- all runs ----------------------------------------------------------------------------------------------------------
 
 
