@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from primerl_hpc.runtime.allocation import insist, run_slurm
@@ -50,30 +50,33 @@ async def requeue(job_id: str, without: Collection[str] = ()) -> str | None:
 
     ``without``: hosts that its next life shall not get, besides those that it excludes already.
     """
-    excluded = await excluded_hosts(job_id) if without else ""
+    excluded = await excluded_hosts(job_id) if without else {}
     code, said = await insist("scontrol", "requeue", job_id)
     if code and ALREADY_BACK not in said:
         return said or f"scontrol ended with {code}"
     if without:
-        await _exclude(job_id, excluded, without)
+        await _exclude(job_id, excluded or {job_id: ""}, without)
     return None
 
 
-async def excluded_hosts(job_id: str) -> str:
-    """In SLURM's own notation; empty for none."""
-    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%x")
-    return said.strip() if code == 0 else ""
+async def excluded_hosts(job_id: str) -> dict[str, str]:
+    """In SLURM's own notation, empty for none, by id: a heterogeneous job has one per component (``7+0``, ``7+1``)."""
+    code, said = await run_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%i %x")
+    rows = [line.split(maxsplit=1) for line in said.splitlines() if line.strip()] if code == 0 else []
+    return {job: hosts[0].strip() if hosts else "" for job, *hosts in rows}
 
 
-async def _exclude(job_id: str, before: str, more: Collection[str]) -> None:
+async def _exclude(job_id: str, before: Mapping[str, str], more: Collection[str]) -> None:
     """SLURM lets only a waiting job change this, and it waits from a moment after its requeue.
 
     Tried for a few seconds, which are all that this process has left. Without success the job may get the same hosts
     again, whose preflight then ends the run.
     """
-    hosts = ",".join(filter(None, [before, *sorted(more)]))
     for _ in range(EXCLUDE_TRIES):
-        await run_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={hosts}")
-        if await excluded_hosts(job_id) not in ("", before):
+        for job, hosts in before.items():
+            names = ",".join(filter(None, [hosts, *sorted(more)]))
+            await run_slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
+        after = await excluded_hosts(job_id)
+        if all(after.get(job, "") not in ("", hosts) for job, hosts in before.items()):
             return
         await asyncio.sleep(EXCLUDE_PAUSE_S)

@@ -96,6 +96,21 @@ def test_a_slurm_that_stays_silent_is_given_up_in_time(
     assert len(calls.read_text().splitlines()) > 1
 
 
+def test_every_component_of_a_heterogeneous_job_is_kept_from_bad_hosts(
+    commands: Callable[..., Path], tmp_path: Path
+) -> None:
+    """squeue tells a line per component, each with hosts of its own."""
+    excluded = f"printf '7+0 c[1-2]\\n7+1 \\n'; [ ! -e {tmp_path}/0 ] || cat {tmp_path}/0 {tmp_path}/1"
+    update = f'job="${{2#JobId=}}"; echo "$job ${{3#ExcNodeList=}}" >{tmp_path}/"${{job#7+}}"'
+    calls = commands(squeue=excluded, scontrol=f"[ $1 = requeue ] || {{ {update}; }}")
+    assert asyncio.run(requeue("7", ["n1"])) is None
+    assert asked_of(calls, "scontrol") == [
+        "scontrol requeue 7",
+        "scontrol update JobId=7+0 ExcNodeList=c[1-2],n1",
+        "scontrol update JobId=7+1 ExcNodeList=n1",
+    ]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
