@@ -31,7 +31,7 @@ def serve(answer: Callable[[Request], tuple[int, Any] | None]) -> Iterator[str]:
             self._reply({})
 
         def do_POST(self) -> None:
-            self._reply(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self._reply(json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}"))
 
         def _reply(self, body: dict[str, Any]) -> None:
             given = answer(Request(self.path, self.headers, body))

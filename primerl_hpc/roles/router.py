@@ -22,6 +22,7 @@ from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.listen import bind_listener, free_port, listen_host
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.patience import Patience
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint, read_endpoints
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.roles.start import RoleProcess, start_role
@@ -124,6 +125,7 @@ class Keeper:
 
     def __init__(self, role: RoleProcess, url: str, child: subprocess.Popen[bytes]) -> None:
         self.role, self.url, self.child = role, url, child
+        self.patience = Patience("the published engines")
         key = ensure_api_key(role.run)
         self.client = httpx.Client(
             timeout=_CALL_TIMEOUT_S, trust_env=False, headers={"Authorization": f"Bearer {key}"}
@@ -152,14 +154,15 @@ class Keeper:
     def reconcile(self) -> None:
         """One look at the endpoints and the changes that follow. What fails now is tried at the next look."""
         try:
-            published = published_engines(self.role.run)
-            workers = self.workers()
-            healthy = [url for url in published if url not in workers and self._may_serve(url)]
-            change = plan_membership(workers, healthy, published)
-            for url in change.remove:
-                self._call("remove_worker", url)
-            for url in change.add:
-                self._call("add_worker", url)
+            with self.patience:
+                published = published_engines(self.role.run)
+                workers = self.workers()
+                healthy = [url for url in published if url not in workers and self._may_serve(url)]
+                change = plan_membership(workers, healthy, published)
+                for url in change.remove:
+                    self._call("remove_worker", url)
+                for url in change.add:
+                    self._call("add_worker", url)
         except httpx.HTTPError as error:
             self.role.logger.warning("router membership: %s: %s", type(error).__name__, error)
 
@@ -169,10 +172,16 @@ class Keeper:
         try:
             if self.client.get(f"{url}/health").status_code != 200:
                 return False
-            return (
-                live is None or self.client.get(f"{url}/primerl/state").json()["version"] == live["version"]
-            )
-        except httpx.HTTPError:
+            if live is None:
+                return True
+            answer = self.client.get(f"{url}/primerl/state")
+            return answer.status_code == 200 and answer.json()["version"] == live["version"]
+        except (
+            httpx.HTTPError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # a stranger at its address may answer anything
             return False
 
     def _call(self, action: str, url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import subprocess
 import threading
@@ -18,11 +19,15 @@ from hypothesis import strategies as st
 
 from primerl_hpc.common.files import wait_until, write_json
 from primerl_hpc.common.listen import bind_listener, free_port
+from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.roles.router import plan_membership, published_engines, router_command
+from primerl_hpc.roles.router import Keeper, plan_membership, published_engines, router_command
+from primerl_hpc.roles.start import RoleProcess
 from tests.api import Request, serve
+from tests.support import make_plan, process_plan
 
+RECIPE = {"kind": "inference", "name": "x", "model": {"name": "m"}}
 urls = st.sets(st.sampled_from([f"http://h:{port}" for port in range(6)]))
 
 
@@ -58,6 +63,43 @@ def test_an_engine_whose_restart_was_asked_for_gets_no_requests(tmp_path: Path) 
     assert published_engines(run) == ["http://h:1", "http://h:2"]
     write_json(run.restart_request("inference-0"), {"reason": "does not take new weights"})
     assert published_engines(run) == ["http://h:2"]
+
+
+@pytest.mark.parametrize(
+    "state, joins",
+    [
+        ((200, {"version": 3}), True),
+        ((200, {"version": 2}), False),
+        ((401, {"error": "key"}), False),
+        ((200, []), False),
+        ((200, {}), False),
+    ],
+)
+def test_only_an_engine_that_vouches_for_the_live_version_gets_requests_and_a_stranger_ends_nothing(
+    tmp_path: Path, state: tuple[int, object], joins: bool
+) -> None:
+    paths = []
+
+    def answer(request: Request) -> tuple[int, object]:
+        path = request.path.partition("?")[0]
+        paths.append(path)
+        return state if path == "/primerl/state" else (200, {"urls": []})
+
+    plan = make_plan(tmp_path, RECIPE, processes=[process_plan(Role.ROUTER)])
+    run = RunDir(tmp_path)
+    role = RoleProcess(run, plan, plan.phases[0], "router-0", logging.getLogger("router"))
+    with serve(answer) as url, subprocess.Popen(["true"]) as child:
+        publish_endpoint(run, "inference-0", url)
+        write_json(run.live_version, {"version": 3})
+        keeper = Keeper(role, url, child)
+        keeper.reconcile()
+        assert ("/add_worker" in paths) == joins and "/primerl/state" in paths
+        run.endpoint("inference-1").mkdir()  # to read it is an OSError
+        keeper.reconcile()
+        assert keeper.patience.is_tried
+        run.endpoint("inference-1").rmdir()
+        keeper.reconcile()
+        assert not keeper.patience.is_tried
 
 
 GROUPS, GROUP_SIZE, TURNS = 12, 4, 3
