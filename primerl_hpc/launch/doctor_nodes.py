@@ -6,6 +6,7 @@ queue, and takes nodes for some seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -59,7 +60,8 @@ def examine_nodes(profile: Profile, count: int) -> Iterator[Finding]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if made:
-            folder.rmdir()
+            with contextlib.suppress(OSError):  # somebody's run is in it by now
+                folder.rmdir()
 
 
 def _ask(profile: Profile, count: int, request: Path) -> Iterator[Finding]:
