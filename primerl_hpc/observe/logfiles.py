@@ -14,7 +14,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.rundir import RunDir, read_endpoint
 
 JOB = "job"
 """The name under which SLURM's own output is asked for: what the batch script, the supervisor and srun print."""
@@ -37,12 +37,14 @@ class LogFile:
 class LogFiles:
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        plan = read_json_or_none(run.plan) or {}
+        phases = (read_json_or_none(run.plan) or {}).get("phases", [])
         self.processes: dict[str, dict[str, Any]] = {
             process["name"]: process
-            for phase in plan.get("phases", [])
-            for process in phase.get("processes", [])
+            for phase in phases
+            for process in (*phase.get("processes", []), *phase.get("elastic", []))
         }
+        self.elastic = {process["name"] for phase in phases for process in phase.get("elastic", [])}
+        """Engines on nodes of jobs of their own."""
 
     @property
     def last_attempt(self) -> int:
@@ -87,6 +89,8 @@ class LogFiles:
     def _process_files(self, name: str, attempt: int) -> Iterator[LogFile]:
         """A file; of a process on several nodes one a node, which `SrunStep` names by their place in it."""
         process, hosts = self.processes[name], self.hosts(attempt)
+        if name in self.elastic:
+            hosts = [(read_endpoint(self.run, name) or {}).get("host")]
         path, nodes = self.run.attempt_logs(attempt) / process["log"], sorted(process["nodes"])
         label = process["log"].removesuffix(".log")
         for place, node in enumerate(nodes):
@@ -140,6 +144,8 @@ class LogFiles:
         files = [
             LogFile(path, f"job {job}", JOB, JOB, attempt) for path in self.run.job_outputs(str(job)) if job
         ]
+        for path in sorted(self.run.engines_outputs()) if self.elastic else ():
+            files.append(LogFile(path, path.stem, JOB, JOB, attempt))
         words = self.run.attempt_logs(attempt) / "slurm"
         for path in sorted(words.glob("*.log")):
             files.append(LogFile(path, f"srun {path.stem}", JOB, path.stem, attempt))

@@ -8,6 +8,7 @@ before it. The day is reckoned back from the file's last change.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import time
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -53,6 +54,11 @@ class Filter:
     """Seconds since the epoch."""
     pattern: re.Pattern[str] | None = None
 
+    @property
+    def is_set(self) -> bool:
+        """What passes may lie anywhere in a file, not only at its end."""
+        return self.since is not None or self.pattern is not None
+
     def keeps(self, stamp: float, line: str) -> bool:
         return (self.since is None or stamp >= self.since) and (
             self.pattern is None or self.pattern.search(line) is not None
@@ -78,7 +84,7 @@ def parse_since(text: str, now: float) -> float:
     """``90s``, ``10m``, ``2h``, ``1d`` ago, or ``14:30`` of today (of yesterday when that is still to come)."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip()):
         return now - float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": DAY_S}[match[2]]
-    if match := re.fullmatch(r"(\d{1,2}):(\d\d)(?::(\d\d))?", text.strip()):
+    if match := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?", text.strip()):
         then = _midnight(now) + int(match[1]) * 3600 + int(match[2]) * 60 + int(match[3] or 0)
         return then if then <= now else then - DAY_S
     raise ValueError(f"'{text}' is no time; write 90s, 10m, 2h, 1d or 14:30")
@@ -115,8 +121,7 @@ def print_logs(files: list[LogFile], count: int, chosen: Filter, *, as_json: boo
     for order, file in enumerate(files):
         try:
             with file.path.open(errors="replace") as opened:
-                is_all = chosen.since is not None or chosen.pattern is not None
-                texts = [text.rstrip("\n") for text in deque(opened, maxlen=None if is_all else count)]
+                texts = [text.rstrip("\n") for text in deque(opened, maxlen=None if chosen.is_set else count)]
                 changed = file.path.stat().st_mtime
         except FileNotFoundError:
             continue
@@ -174,6 +179,7 @@ class Follower:
     as_json: bool = False
     offsets: dict[Path, int] = field(default_factory=dict)
     is_first: bool = True
+    """No file has been seen yet: of those that are there, only the end is shown."""
 
     def look(self) -> list[Line]:
         try:
@@ -184,17 +190,20 @@ class Follower:
                 raise
             return []  # it has no nodes yet, or this attempt has others
         lines = [line for order, file in enumerate(chosen) for line in self._new_lines(order, file)]
-        self.is_first = self.is_first and not lines
+        self.is_first = self.is_first and not self.offsets
         return lines
 
     def _new_lines(self, order: int, file: LogFile) -> Iterator[Line]:
         try:
-            changed = file.path.stat()
-            if self.offsets.get(file.path) == changed.st_size:
-                return
             with file.path.open("rb") as opened:
+                changed = os.fstat(
+                    opened.fileno()
+                )  # open asks the server; stat alone may be told an old size
+                if self.offsets.get(file.path) == changed.st_size:
+                    return
                 if file.path not in self.offsets:
-                    self.offsets[file.path] = _tail_start(file.path, self.count) if self.is_first else 0
+                    is_end = self.is_first and not self.chosen.is_set
+                    self.offsets[file.path] = _tail_start(opened, self.count) if is_end else 0
                 if changed.st_size < self.offsets[file.path]:
                     self.offsets[file.path] = 0  # it was written anew
                 opened.seek(self.offsets[file.path])
@@ -204,15 +213,14 @@ class Follower:
         whole = data.rfind(b"\n") + 1
         self.offsets[file.path] += whole
         texts = data[:whole].decode(errors="replace").splitlines()
-        for stamp, text in zip(stamp_lines(texts, changed.st_mtime), texts, strict=True):
-            if self.chosen.keeps(stamp, text):
-                yield Line(stamp, order, text, file)
+        stamped = zip(stamp_lines(texts, changed.st_mtime), texts, strict=True)
+        lines = [Line(stamp, order, text, file) for stamp, text in stamped if self.chosen.keeps(stamp, text)]
+        yield from lines[-self.count :] if self.is_first else lines
 
 
-def _tail_start(path: Path, count: int) -> int:
-    with path.open("rb") as file:
-        last = deque(file, maxlen=count)
-        return file.tell() - sum(map(len, last))
+def _tail_start(file: BinaryIO, count: int) -> int:
+    last = deque(file, maxlen=count)
+    return file.tell() - sum(map(len, last))
 
 
 def follow_logs(run: RunDir, follower: Follower, jobs: JobWatcher) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from primerl_hpc.common.chain import chain_of, current_job
 from primerl_hpc.common.files import read_json_or_none
@@ -85,8 +86,20 @@ class Snapshot:
 def take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None = None) -> Snapshot:
     """``jobs`` is what SLURM said (`JobWatcher.facts_of`); without it the run's own files decide.
 
-    Never raises for a run that is half written or half dead; says `RunState.UNKNOWN` at worst.
+    Never raises for a run that is half written or half dead, or cannot be read; says `RunState.UNKNOWN` at worst.
     """
+    try:
+        return _take_snapshot(run, jobs)
+    except OSError as error:
+        name, message = run.root.name, cannot_be_read(error)
+        return Snapshot(run, name, "?", RunState.UNKNOWN, 0, None, 0, 0, {}, message=message)
+
+
+def cannot_be_read(error: OSError) -> str:
+    return f"its folder cannot be read: {error.strerror or error}"
+
+
+def _take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None) -> Snapshot:
     plan = read_json_or_none(run.plan) or {}
     state = read_json_or_none(run.state) or {}
     job = read_json_or_none(run.job) or {}
@@ -146,11 +159,14 @@ def _processes(state: dict[str, Any], plan: dict[str, Any]) -> dict[str, dict[st
     """With the names of their nodes. A process that publishes no endpoint runs as soon as it is started."""
     phases = plan.get("phases", [])
     plans = {each["name"]: each for phase in phases for each in phase.get("processes", [])}
+    elastic = {each["name"] for phase in phases for each in phase.get("elastic", [])}
     hosts = state.get("hosts") or ([state["host"]] if state.get("host") else [])
     processes = {}
     for name, process in state.get("processes", {}).items():
         planned = plans.get(name, {})
         mine = [hosts[node] for node in planned.get("nodes", []) if node < len(hosts)]
+        if name in elastic and (address := urlsplit(process.get("url") or "").hostname):
+            mine = [address]  # a node of another job, known by its address alone
         is_silent = bool(planned) and not planned.get("ready_timeout_s")
         running = {"state": "running"} if is_silent and process.get("state") == "starting" else {}
         processes[name] = {**process, **running, "hosts": mine}

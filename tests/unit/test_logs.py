@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.logs import command
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.files import append_json, write_json, write_text
+from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.observe.logfiles import LogFiles
 from primerl_hpc.observe.logs import Filter, Follower, follow_logs, parse_since, stamp_lines
 from primerl_hpc.observe.slurm import JobWatcher
+from primerl_hpc.observe.snapshot import take_snapshot
 from tests.support import wait_for
 
 NOW = time.mktime((2026, 11, 21, 15, 0, 0, 0, 0, -1))
@@ -99,6 +101,29 @@ def test_the_jobs_own_output_and_sruns_words_are_the_job(run: RunDir) -> None:
     assert paths == ["slurm-17.out", "17_0_log.out", "trainer-0.log"]
 
 
+def test_elastic_engines_have_logs_on_nodes_of_their_own_and_their_jobs_output(run: RunDir) -> None:
+    plan = read_json(run.plan)
+    elastic = [process(f"inference-{index}", f"inference/{index}.log", [0], 2) for index in (1, 2)]
+    plan["phases"][0]["elastic"] = elastic
+    write_json(run.plan, plan)
+    publish_endpoint(run, "inference-1", "http://10.0.0.9:8000")
+    host = read_json(run.endpoint("inference-1"))["host"]
+    files = LogFiles(run).choose("inference")
+    assert [(file.process, file.node) for file in files] == [
+        ("inference-0", "gpu-a"),
+        ("router-0", "gpu-a"),
+        ("inference-1", host),
+        ("inference-2", None),
+    ]
+    write_text(run.root / "logs" / "engines-18_1.out", "slurmstepd: error\n")
+    assert "engines-18_1" in labels(run, "job")
+    joined = {"role": "inference", "state": "joined", "url": "http://10.0.0.9:8000", "incarnation": 0}
+    write_json(
+        run.state, {"attempt": 2, "state": "done", "hosts": ["gpu-a"], "processes": {"inference-1": joined}}
+    )
+    assert take_snapshot(run).processes["inference-1"]["hosts"] == ["10.0.0.9"]
+
+
 def test_an_unknown_role_names_what_there_is(run: RunDir) -> None:
     with pytest.raises(
         NotFoundError, match=r"no 'trainr'.*inference, router, env_server, orchestrator, trainer, job"
@@ -152,6 +177,12 @@ def test_lines_get_their_day_from_the_files_last_change_and_tracebacks_the_time_
 )
 def test_since_is_an_age_or_a_clock_time(text: str, then: float) -> None:
     assert parse_since(text, NOW) == then
+
+
+@pytest.mark.parametrize("text", ["99:99", "24:00", "14:60", "14:30:60", "14"])
+def test_a_clock_that_no_day_shows_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time"):
+        parse_since(text, NOW)
 
 
 def show(run: RunDir, *words: str) -> tuple[int, str]:
@@ -249,6 +280,27 @@ def test_a_follower_waits_in_the_queue_and_goes_on_with_the_next_attempt(
     following.wait_for("two")
     lines = [line for line in following.printed if "waiting" not in line]
     assert lines == ["one", "torn line", "── attempt 2 ──", "two"]
+
+
+def test_a_follower_with_a_filter_looks_through_whole_files(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run.attempt_logs(2) / "orchestrator.log"
+    write_text(log, "ERROR one\nERROR two\n" + "fine\n" * 100)
+
+    def look(words: str) -> Follower:
+        chosen = Filter(pattern=re.compile(words))
+        follower = Follower(LogFiles(run), "orchestrator", None, None, None, 1, chosen)
+        follow_logs(run, follower, JobWatcher(lambda command: ""))
+        return follower
+
+    follower = look("ERROR")
+    assert capsys.readouterr().out == "ERROR two\n"
+    with log.open("a") as file:
+        file.write("ERROR three\nERROR four\n")
+    assert [line.text for line in follower.look()] == ["ERROR three", "ERROR four"]
+    look("nothing is like this")  # a log was seen: nothing is missing
+    assert capsys.readouterr().out == ""
 
 
 def test_a_follower_of_a_node_waits_until_the_attempt_has_its_nodes(run: RunDir) -> None:
