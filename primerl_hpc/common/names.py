@@ -47,6 +47,11 @@ class RunState(StrEnum):
     def is_final(self) -> bool:
         return self in {RunState.DONE, RunState.STOPPED, RunState.FAILED, RunState.CANCELLED}
 
+    @property
+    def is_alive(self) -> bool:
+        """An attempt goes on; between two of them the run waits, or has not been started."""
+        return self in {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}
+
 
 MAIN_PHASE = "main"
 WARMUP_PHASE = "warmup"

@@ -20,7 +20,7 @@ from primerl_hpc.common.registry import RegisteredRun
 from primerl_hpc.common.rundir import RunDir, state_stamp
 from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.observe.slurm import MAY_REQUEUE_S, JobWatcher, open_jobs_of
-from primerl_hpc.observe.snapshot import is_of_job, real_state
+from primerl_hpc.observe.snapshot import cannot_be_read, is_of_job, real_state
 
 _ORDER = {
     RunState.RUNNING: 0,
@@ -94,13 +94,20 @@ class Catalog:
                 briefs.append(Brief(each, RunState(each.memory["state"]), each.memory["message"]))
             else:
                 run = RunDir(each.path)
-                open_runs.append((each, run, _read(run, stamp)))
+                try:
+                    open_runs.append((each, run, _read(run, stamp)))
+                except OSError as error:  # of this run alone
+                    briefs.append(Brief(each, RunState.UNKNOWN, cannot_be_read(error)))
         if self.jobs is not None:
             asked = [open_jobs_of(files.state, files.job) for _, _, files in open_runs]
             self.facts = self.jobs.facts({job: told for each in asked for job, told in each.items()})
         memories = {}
         for each, run, files in open_runs:
-            state, message = real_state(run, files.state, files.job, self.facts)
+            try:
+                state, message = real_state(run, files.state, files.job, self.facts)
+            except OSError as error:
+                briefs.append(Brief(each, RunState.UNKNOWN, cannot_be_read(error)))
+                continue
             briefs.append(Brief(each, state, message, files.is_there))
             is_sure = self.jobs is not None and self.jobs.trouble is None
             if files.stamp is not None and is_sure and files.is_over(state):

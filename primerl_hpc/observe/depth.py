@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl_hpc.common.files import read_jsonl
-from primerl_hpc.common.names import Kind, RunState
+from primerl_hpc.common.names import Kind
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import JobFact
 from primerl_hpc.observe.plot import format_count
@@ -18,7 +18,7 @@ from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.snapshot import Snapshot, take_snapshot
 from primerl_hpc.observe.table import colored
 from primerl_hpc.observe.text import HARD_BLANK, WIDTH, cut, format_age, labelled, wrap
-from primerl_hpc.observe.usage import Accounting, Usage, attempts_of, own_usage
+from primerl_hpc.observe.usage import Accounting, Attempt, Usage, attempts_of, last_signs, own_usage
 
 LAST_EVENTS = 20
 """In JSON; on the screen, which should fit into 24 lines, `SHOWN_EVENTS`."""
@@ -44,21 +44,29 @@ class OneRun:
         self.fact: JobFact | None = None
         self.usage: Usage | None = None
         self.events: list[dict[str, Any]] = []
+        self.attempts: list[Attempt] = []
+        self._seen: tuple[object, dict[int, float]] = None, {}
 
     def look(self) -> None:
         facts = self.jobs.facts_of([self.run])
         self.snapshot = take_snapshot(self.run, facts)
         self.fact = facts.get(str(self.snapshot.job.get("job_id")))
         self.events = list(read_jsonl(self.run.events))
+        self.attempts = self._attempts()
         self.usage = self._usage()
 
+    def _attempts(self) -> list[Attempt]:
+        """Rows are read when an attempt begins or ends, not at every look."""
+        attempt, is_alive = self.snapshot.attempt, self.snapshot.state.is_alive
+        if self._seen[0] != (attempt, is_alive):
+            self._seen = (attempt, is_alive), last_signs(self.run, attempt)
+        return attempts_of(self.events, is_running=is_alive, seen=self._seen[1])
+
     def _usage(self) -> Usage | None:
-        snapshot = self.snapshot
-        is_alive = snapshot.state in (RunState.STARTING, RunState.RUNNING, RunState.STOPPING)
-        attempts = attempts_of(self.events, is_running=is_alive)
+        snapshot, attempts = self.snapshot, self.attempts
         gpus = snapshot.accelerators_per_node if snapshot.accelerator == "gpu" else 0
         if snapshot.job.get("scheduler") == "slurm":
-            usage = self.accounting.usage(attempts, gpus)
+            usage = self.accounting.usage(attempts, gpus, snapshot.job.get("engines_job_id"))
             if usage is not None:
                 return usage
         return own_usage(attempts, snapshot.num_nodes, gpus, time.time()) if attempts else None

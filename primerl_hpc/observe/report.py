@@ -19,7 +19,7 @@ from primerl_hpc.observe.depth import OneRun
 from primerl_hpc.observe.diagnose import Diagnosis, tell
 from primerl_hpc.observe.plot import format_duration
 from primerl_hpc.observe.svg import Points, chart
-from primerl_hpc.observe.usage import Attempt, attempts_of
+from primerl_hpc.observe.usage import Attempt
 
 LAST_EVENTS = 100
 _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -59,7 +59,6 @@ figcaption { font-size: 13px } svg { width: 100% } svg text { font-size: 11px; f
 def make_report(view: OneRun, found: Diagnosis) -> str:
     """``view`` has been looked at. Text of one HTML page."""
     run, snapshot = view.run, view.snapshot
-    attempts = attempts_of(view.events, is_running=not snapshot.state.is_final)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     sections = [
         f"<h1>{escape(snapshot.name)}</h1>",
@@ -68,7 +67,7 @@ def make_report(view: OneRun, found: Diagnosis) -> str:
         _facts(view),
         _section("Curves", f'<div class="charts">{"".join(_charts(run))}</div>'),
         _section("Evaluations", _evaluations(run)),
-        _section("Attempts", _attempts(attempts)),
+        _section("Attempts", _attempts(view.attempts)),
         _section("Diagnosis", _pre(tell(found, 30))),
         _section("Recipe", _pre(_read(run, "recipe"))),
         _section("Cluster profile", _pre(_read(run, "profile"))),

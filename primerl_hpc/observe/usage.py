@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.files import read_jsonl
+from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.common.slurm import SEPARATOR, ask
 
 _FIELDS = "JobID,State,ElapsedRaw,NNodes,AllocTRES"
@@ -44,26 +47,50 @@ class Usage:
         return asdict(self)
 
 
-def attempts_of(events: Iterable[dict[str, Any]], *, is_running: bool) -> list[Attempt]:
-    """An attempt ends with its last event; the last one goes on when ``is_running``."""
+def attempts_of(
+    events: Iterable[dict[str, Any]], *, is_running: bool, seen: Mapping[int, float] | None = None
+) -> list[Attempt]:
+    """An attempt ends with its last event, or last sign of life (``seen``, by attempt): one that was killed says nothing.
+
+    The last one goes on when ``is_running``.
+    """
+    seen = seen or {}
     attempts: list[Attempt] = []
-    start: dict[str, Any] | None = None
-    last, resumed = 0.0, 0
+    is_over = False
     for event in events:
+        time = float(event["time"])
         if event["event"] == "attempt_started":
-            if start is not None:
-                attempts.append(_attempt(start, last, resumed))
-            start, resumed = event, 0
-        elif event["event"] == "phase_started":
-            resumed = int(event.get("resumed_from") or 0)
-        last = float(event["time"])
-    if start is not None:
-        attempts.append(_attempt(start, None if is_running else last, resumed))
+            number = int(event["attempt"])
+            end, is_over = max(time, seen.get(number, time)), False
+            attempts.append(Attempt(number, event.get("job"), time, end))
+        elif attempts and not is_over:
+            is_over = (
+                event["event"] == "link_idle"
+            )  # another job's, which does nothing, and may come much later
+            is_phase = event["event"] == "phase_started"
+            last = attempts[-1]
+            assert last.end is not None
+            attempts[-1] = replace(
+                last,
+                end=last.end if is_over else max(last.end, time),
+                resumed_from=int(event.get("resumed_from") or 0) if is_phase else last.resumed_from,
+            )
+    if attempts and is_running:
+        attempts[-1] = replace(attempts[-1], end=None)
     return attempts
 
 
-def _attempt(event: dict[str, Any], end: float | None, resumed_from: int) -> Attempt:
-    return Attempt(int(event["attempt"]), event.get("job"), float(event["time"]), end, resumed_from)
+def last_signs(run: RunDir, attempt: int) -> dict[int, float]:
+    """By attempt: when its last step was finished; of ``attempt``, the last one, also when its supervisor last showed itself."""
+    seen: dict[int, float] = {}
+    for role in ("sft", "trainer"):
+        for row in read_jsonl(run.metrics(role)):
+            number, time = row.get("attempt"), row.get("time")
+            if isinstance(number, int) and isinstance(time, int | float):
+                seen[number] = max(time, seen.get(number, 0.0))
+    with contextlib.suppress(OSError):
+        seen[attempt] = max(run.supervisor_lock.stat().st_mtime, seen.get(attempt, 0.0))
+    return seen
 
 
 def own_usage(attempts: list[Attempt], nodes: int, gpus_per_node: int, now: float) -> Usage:
@@ -83,11 +110,12 @@ class Accounting:
         self._asked: tuple[Any, float] | None = None
         self._rows: list[JobUse] = []
 
-    def usage(self, attempts: list[Attempt], gpus_per_node: int) -> Usage | None:
-        """None when none of the attempts was a SLURM job, and where sacct does not answer."""
+    def usage(self, attempts: list[Attempt], gpus_per_node: int, engines: str | None = None) -> Usage | None:
+        """``engines``: the job of elastic engines. None when none of the attempts was a SLURM job, and where sacct does not answer."""
         jobs = sorted({each.job for each in attempts if each.job})
         if not jobs:
             return None
+        jobs += [engines] if engines else []
         what = (jobs, len(attempts), attempts[-1].end is None)
         if self._asked is None or self._asked[0] != what:
             self._asked = (what, self._clock())

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from primerl_hpc.common import registry
-from primerl_hpc.common.files import append_json, write_json
+from primerl_hpc.common.files import append_json, read_json, write_json
 from primerl_hpc.common.metrics import read_last_steps
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
@@ -25,7 +25,7 @@ from primerl_hpc.observe.screen import SLOWEST_S, fit, next_pause, watch
 from primerl_hpc.observe.slurm import JobWatcher
 from primerl_hpc.observe.table import AllRuns
 from primerl_hpc.observe.text import format_age
-from primerl_hpc.observe.usage import Accounting, attempts_of, own_usage, parse_use
+from primerl_hpc.observe.usage import Accounting, attempts_of, last_signs, own_usage, parse_use
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +212,39 @@ def test_hours_in_the_queue_are_not_counted_and_a_living_attempt_is_counted_unti
     assert ended.gpu_hours is None and ended.node_hours == pytest.approx(2 * 3700 / 3600)
 
 
+def test_a_killed_attempt_lasts_until_its_last_sign_of_life_and_an_idle_link_is_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    append_json(run.metrics("trainer"), {"step": 1, "time": 7200.0, "attempt": 2})
+    write_json(run.supervisor_lock, {})
+    os.utime(run.supervisor_lock, (9700.0, 9700.0))
+    idle = {"time": 90000.0, "event": "link_idle"}, {"time": 90001.0, "event": "run_failed"}
+    third = {"time": 9600.0, "event": "attempt_started", "attempt": 3, "job": "6"}
+    killed = [EVENTS[0], {**EVENTS[0], "time": 3600.0, "attempt": 2}]
+    ends = lambda events: [  # noqa: E731
+        each.end for each in attempts_of(events, is_running=False, seen=last_signs(run, 3))
+    ]
+    assert ends([*killed, *idle]) == [0.0, 7200.0]
+    assert ends([*killed, third, *idle]) == [0.0, 7200.0, 9700.0]
+
+
+def test_engines_in_jobs_of_their_own_are_accounted_for_too() -> None:
+    asked = []
+    attempts = attempts_of(EVENTS, is_running=True)
+    Accounting(lambda command: asked.append(command) or ACCOUNTED).usage(attempts, 8, engines="7")
+    assert "--jobs=5,7" in asked[0]
+
+
+@pytest.mark.parametrize("state, is_over", [("running", False), ("pending", True)])
+def test_the_attempt_of_a_run_that_waits_again_has_ended(tmp_path: Path, state: str, is_over: bool) -> None:
+    run = live_run(tmp_path / "math-001")
+    write_json(run.state, {**read_json(run.state), "state": state})
+    slurm = Slurm(running("17") if state == "running" else running("17").replace("RUNNING", "PENDING"))
+    view = OneRun(run, JobWatcher(slurm), Accounting(slurm))
+    view.look()
+    (attempt,) = view.attempts
+    assert (attempt.end is not None) == is_over
+
+
 ACCOUNTED = "".join(
     SEPARATOR.join(fields) + "\n"
     for fields in (
@@ -380,6 +413,20 @@ def test_a_home_that_cannot_be_written_stops_no_run(
     registry.register_run(RunDir(tmp_path / "a"))
     said = capsys.readouterr().err
     assert said.startswith("warning: ") and f"name it by its path, {tmp_path / 'a'}" in said
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "done")
+    unreadable, odd = make_run(tmp_path / "b", "failed"), make_run(tmp_path / "c", "running")
+    for path in (unreadable.job, odd.supervisor_lock):  # to read them is an OSError
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    found = {brief.name: (brief.state, brief.message) for brief in Catalog(JobWatcher(Slurm())).look()}
+    unknown = RunState.UNKNOWN, "its folder cannot be read: Is a directory"
+    assert found == {"a": (RunState.DONE, None), "b": unknown, "c": unknown}
+    view = AllRuns(JobWatcher(Slurm()), (), None, None)
+    view.look()
+    assert "cannot be read" in view.text() and json.dumps(view.as_json())
 
 
 def test_gone_directories_are_listed_as_gone_and_can_be_forgotten(tmp_path: Path) -> None:
