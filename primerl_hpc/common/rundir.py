@@ -205,10 +205,6 @@ class RunDir:
         """What the batch job printed: SLURM's file, or the one of submitit's local controller. May not be there yet."""
         return [self.root / "logs" / f"slurm-{job}.out", self.launch / "submitit" / f"{job}_0_log.out"]
 
-    def engines_outputs(self) -> list[Path]:
-        """What the jobs of elastic engines printed, of all attempts: they outlive one."""
-        return list((self.root / "logs").glob("engines-*.out"))
-
     @property
     def latest_logs(self) -> Path:
         return self.root / "logs" / "latest"

@@ -144,7 +144,9 @@ class LogFiles:
         files = [
             LogFile(path, f"job {job}", JOB, JOB, attempt) for path in self.run.job_outputs(str(job)) if job
         ]
-        for path in sorted(self.run.engines_outputs()) if self.elastic else ():
+        for path in sorted(
+            (self.run.root / "logs").glob("engines-*.out")
+        ):  # of all attempts: they outlive one
             files.append(LogFile(path, path.stem, JOB, JOB, attempt))
         words = self.run.attempt_logs(attempt) / "slurm"
         for path in sorted(words.glob("*.log")):
