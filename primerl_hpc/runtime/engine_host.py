@@ -28,7 +28,7 @@ from primerl_hpc.common.rundir import RunDir, forget_endpoints, read_endpoint
 from primerl_hpc.common.slurm import is_job_over
 from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.runtime.allocation import seconds_left
-from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, prctl
+from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, prctl
 from primerl_hpc.runtime.journal import run_directory_patience
 from primerl_hpc.runtime.local_step import LocalStep, end_orphans
 from primerl_hpc.runtime.policy import Action, PhasePolicy
@@ -56,6 +56,7 @@ class EngineHost:
         self.plan = load_plan(run)
         self.job = os.environ.get("SLURM_ARRAY_JOB_ID")
         self.incarnation = LIVES_PER_START * int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.inherited = frozenset(children_of(os.getpid()))
         self.step: LocalStep | None = None
         self.waiter: asyncio.Task[Any] | None = None
         self.endpoint: dict[str, Any] | None = None
@@ -97,7 +98,8 @@ class EngineHost:
         forget_endpoints(self.run_dir, self.name)
         process = phase.process(self.name)
         launch = Launch(process, self.run_dir, phase.name, attempt, self.incarnation)
-        await end_orphans(())
+        if self.step is not None:
+            await end_orphans((), self.inherited)
         self.step = LocalStep(launch, has_gpus=self.plan.accelerator == "gpu")
         log.info("starts %s, incarnation %d, log %s", self.name, self.incarnation, launch.log)
         await self.step.start()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.runtime.guard import GIVE_UP_S, children_of, descendants_of, signal_all
@@ -57,14 +57,14 @@ class LocalStep:
             signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)
 
 
-async def end_orphans(living: Iterable[LocalStep]) -> None:
+async def end_orphans(living: Iterable[LocalStep], inherited: Set[int]) -> None:
     """End what is below this process and not below a guard of ``living``: we are subreaper of those whose guard was killed.
 
-    No other child may be there, nor be started meanwhile.
+    ``inherited``: children that the job's script had before it became this process. No other may be started meanwhile.
     """
-    guards = {step.child.pid for step in living if step.child is not None}
+    spared = inherited | {step.child.pid for step in living if step.child is not None}
     deadline = time.monotonic() + GIVE_UP_S
-    while orphans := [pid for pid in children_of(os.getpid()) if pid not in guards]:
+    while orphans := [pid for pid in children_of(os.getpid()) if pid not in spared]:
         signal_all([below for pid in orphans for below in (pid, *descendants_of(pid))], signal.SIGKILL)
         for pid in orphans:
             with contextlib.suppress(ChildProcessError):

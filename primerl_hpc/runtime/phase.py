@@ -107,7 +107,10 @@ class PhaseRun:
         each.written = log_sizes(each.launch) if incarnation else {}
         nodes = self.supervisor.nodes
         each.hosts = () if nodes is None else tuple(nodes.allocation.hosts_of(process.nodes))
-        await self._end_orphans()
+        if incarnation and nodes is None:  # what is left of its earlier life, if the guard was killed
+            living = [every.step for every in self.running.values() if every.waiter is not None]
+            guarded = [step for step in living if isinstance(step, LocalStep)]
+            await end_orphans(guarded, self.supervisor.inherited)
         each.step = self.supervisor.make_step(each.launch)
         await each.step.start()
         each.waiter, each.incarnation = asyncio.create_task(each.step.wait()), incarnation
@@ -117,12 +120,6 @@ class PhaseRun:
         told = {"log": process.log, "role": process.role.value}
         self.journal.set_process(process.name, state="starting", incarnation=incarnation, **told)
         self.journal.record("role_started", process=process.name, incarnation=incarnation)
-
-    async def _end_orphans(self) -> None:
-        """Nobody starts beside what is left of its earlier life, whose guard was killed."""
-        if self.supervisor.nodes is None:
-            living = [each.step for each in self.running.values() if each.waiter is not None]
-            await end_orphans([step for step in living if isinstance(step, LocalStep)])
 
     # -- watching ------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from primerl_hpc.common.names import Kind, RunState
 from primerl_hpc.common.rundir import STABLE, RunDir, ensure_api_key, forget_endpoints
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
 from primerl_hpc.runtime.allocation import came_together, read_allocation, run_slurm, seconds_left
-from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, end_descendants, prctl
+from primerl_hpc.runtime.guard import PR_SET_CHILD_SUBREAPER, children_of, end_descendants, prctl
 from primerl_hpc.runtime.journal import Journal, patiently
 from primerl_hpc.runtime.local_step import LocalStep
 from primerl_hpc.runtime.nodes import Nodes
@@ -62,6 +62,8 @@ class Supervisor:
         self.resumed_from = math.inf  # before the first phase has begun nothing is gained
         self.has_finished_a_phase = False
         self.signals: set[int] = set()
+        self.inherited = frozenset(children_of(os.getpid()))
+        """Children that are none of ours: the job's script became this process, and may have started some."""
         self.main: asyncio.Task[Any] | None = None
 
     # -- one attempt ---------------------------------------------------------------------------------------------

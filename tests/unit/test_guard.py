@@ -105,6 +105,21 @@ def test_who_does_not_end_is_given_up_and_named() -> None:
     assert re.fullmatch(r"guard: cannot end \d+ \(python\S*, state R\)\n", done.stderr)
 
 
+def test_orphans_end_and_what_the_jobs_script_had_started_stays() -> None:
+    code = textwrap.dedent(
+        """
+        import asyncio, subprocess
+        from primerl_hpc.runtime.local_step import end_orphans
+
+        theirs, orphan = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+        asyncio.run(end_orphans((), {theirs.pid}))
+        assert theirs.poll() is None and orphan.poll() is not None
+        theirs.kill()
+        """
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=20, check=True)
+
+
 def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -> None:
     assert subprocess.run([*GUARD, "/no/such/program"], check=False).returncode == 127
     assert "no such program" in capfd.readouterr().err
