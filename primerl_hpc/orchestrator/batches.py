@@ -204,9 +204,12 @@ class BatchCutter:
             self._give_up()
 
     def _judge_errors(self, group: Group) -> None:
-        """Environment by environment: one of several that always fails is a small share of them all."""
+        """Environment by environment: one of several that always fails is a small share of them all.
+
+        What others' deaths took says nothing about it.
+        """
         window = self._windows[group.env]
-        window.append((group.num_failed, group.size))
+        window.append((group.num_failed - group.num_faulted, group.size - group.num_faulted))
         failed, total = (sum(column) for column in zip(*window, strict=True))
         limit = self.rollouts.max_error_fraction
         if len(window) >= MIN_GROUPS_TO_JUDGE_ERRORS and failed > limit * total:

@@ -73,6 +73,7 @@ class Group:
     results: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of `results`, when they started
     num_failed: int = 0  # given up after retries
+    num_faulted: int = 0  # of them, by the deaths of others
     tag: Any = None  # whose evaluation
 
     @property
@@ -129,6 +130,9 @@ class Dispatcher:
         self._groups: dict[int, Group] = {}  # open, in the order they were begun
         self._startable: dict[Split, deque[int]] = {Split.TRAIN: deque(), Split.EVAL: deque()}
         self._group_of: dict[int, int] = {}  # rollout in flight → group
+        self._finished_before: dict[
+            int, int
+        ] = {}  # rollout in flight → how many had finished when it started
         self._env_in_flight: dict[tuple[Split, int], int] = {}
         self._held_task: TaskRef | None = None  # drawn, waits for room in its environment
         self._num_pending = 0  # training rollouts of open groups that were not given up
@@ -201,8 +205,10 @@ class Dispatcher:
         """The rollout is tried again as a new one while its group has retries left; else the group goes on without it.
 
         ``is_fault``: not the rollout's own (its engine or environment server died); such retries are counted apart and
-        are many, but not endless, because a request may be what kills its engine.
+        are many, but not endless, because a request may be what kills its engine. While nothing at all succeeds they
+        cost nothing: an outage is judged by whoever sees how long it lasts.
         """
+        is_outage = self._finished_before.get(rollout_id) == self.counters.finished
         group = self._take(rollout_id)
         if group is None:
             return None
@@ -210,7 +216,7 @@ class Dispatcher:
         del group.in_flight[rollout_id]
         retries_left = group.fault_retries_left if is_fault else group.retries_left
         if retries_left:
-            group.fault_retries_left -= is_fault
+            group.fault_retries_left -= is_fault and not is_outage
             group.retries_left -= not is_fault
             group.to_start += 1
             self.counters.retried += 1
@@ -218,6 +224,7 @@ class Dispatcher:
                 self._startable[group.split].appendleft(group.group_id)
         else:
             group.num_failed += 1
+            group.num_faulted += is_fault
             self._num_pending -= group.split is Split.TRAIN
         return self._close_if_done(group)
 
@@ -307,6 +314,7 @@ class Dispatcher:
         group.to_start -= 1
         group.in_flight[rollout_id] = self.version
         self._group_of[rollout_id] = group.group_id
+        self._finished_before[rollout_id] = self.counters.finished
         key = (group.split, group.env)
         self._env_in_flight[key] = self._env_in_flight.get(key, 0) + 1
         if (rate := self.env_rates.get(key)) is not None:
@@ -319,6 +327,7 @@ class Dispatcher:
         group_id = self._group_of.pop(rollout_id, None)
         if group_id is None:
             return None
+        del self._finished_before[rollout_id]
         group = self._groups[group_id]
         self._env_in_flight[(group.split, group.env)] -= 1
         return group
