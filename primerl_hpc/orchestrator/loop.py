@@ -20,7 +20,7 @@ from collections.abc import Callable
 from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.common.patience import Patience
+from primerl_hpc.common.patience import Patience, outlast
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
@@ -339,11 +339,11 @@ class Orchestrator:
         packed = await asyncio.to_thread(self.cutter.pack, cut)
         packed_at = time.monotonic()
         cut.info.metrics = {"reward/mean": _mean_reward(cut)}
-        await asyncio.to_thread(self.sender.send, cut.info, packed.ranks)
+        await outlast("a batch's folder", lambda: self.sender.send(cut.info, packed.ranks))
         measured = {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at}
-        self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
+        await self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
 
-    def _report(self, cut: Cut, measured: dict[str, float]) -> None:
+    async def _report(self, cut: Cut, measured: dict[str, float]) -> None:
         now = time.monotonic()
         step_s, self._last_ship = now - self._last_ship, now
         self._watch_gate()
@@ -362,7 +362,7 @@ class Orchestrator:
         ):
             for name, count in curriculum.metrics().items():
                 metrics[f"curriculum/{environment.label}/{name}"] = count
-        self.metrics.write(cut.info.step, metrics)
+        await outlast("the metrics", lambda: self.metrics.write(cut.info.step, metrics))
         logger.info(
             "step %d | %.1f s | reward %.4f | trainable %.0f %% | turns %.1f | off-policy max %d | errors %.0f %% | "
             "truncated %.0f %% | rows %d",
