@@ -305,15 +305,15 @@ class Orchestrator:
             return
         self.sampler.observe(scored.task, scored.mean_reward)
         handle = self.envs[Split.TRAIN][group.env]
-        for rollout, version, advantage in zip(
-            scored.rollouts, scored.versions, scored.advantages, strict=True
+        for rollout, version, advantages in zip(
+            scored.rollouts, scored.versions, scored.trace_advantages, strict=True
         ):
             self.driver.traces[Split.TRAIN].add(
                 rollout,
                 env=handle.environment.label,
                 task=handle.tasks[group.task].key,
                 version=version,
-                advantage=float(advantage),
+                advantages=advantages.tolist(),
                 group=group.group_id,
             )
             self.state.totals["rollouts"] += 1

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from primerl_hpc.common.files import append_line
 from primerl_hpc.orchestrator.trajectories import Rollout
@@ -35,11 +38,13 @@ class TraceWriter:
         env: str,
         task: str,
         version: int,
-        advantage: float | None = None,
+        advantages: Sequence[float] | None = None,
         **more: Any,
     ) -> None:
-        """``version``: live when the rollout started; ``last_version`` when it ended."""
+        """``version``: live when the rollout started; ``last_version`` when it ended. ``advantages``: of its traces."""
         prompt, completion = rollout.text[:-1], rollout.text[-1:]
+        rewards = [trace.reward for trace in rollout.traces]
+        columns = [rollout.traces, rewards, *([] if advantages is None else [advantages])]
         self._append(
             {
                 "env": env,
@@ -48,10 +53,13 @@ class TraceWriter:
                 "last_version": rollout.last_version,
                 **more,
                 "reward": round(rollout.reward, DECIMALS),
-                "advantage": None if advantage is None else round(advantage, DECIMALS),
+                "advantage": None if advantages is None else round(float(np.mean(advantages)), DECIMALS),
                 "rewards": _rounded(rollout.rewards),
                 "metrics": _rounded(rollout.metrics),
-                "agents": [[trace.agent, round(trace.reward, DECIMALS)] for trace in rollout.traces],
+                "agents": [
+                    [trace.agent, *(round(float(value), DECIMALS) for value in values)]
+                    for trace, *values in zip(*columns, strict=True)
+                ],
                 "turns": rollout.num_turns,
                 "branches": len(rollout.samples),
                 "input_tokens": rollout.input_tokens,

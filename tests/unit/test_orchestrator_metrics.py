@@ -168,12 +168,12 @@ def test_every_rollout_is_a_line_and_so_is_every_failure(tmp_path):
     writer = TraceWriter(tmp_path / "train.jsonl")
     played = game(1.0)
     played.text = [{"role": "user", "content": "5 stones"}, {"role": "assistant", "content": "1"}]
-    writer.add(played, env="nim", task="5 stones", version=3, advantage=0.12345, group=7)
+    writer.add(played, env="nim", task="5 stones", version=3, advantages=[0.12345, 0.0], group=7)
     writer.add_failure(env="nim", task="7 stones", version=3, error="NoReward: none")
     writer.flush()
     row, failure = read_jsonl(tmp_path / "train.jsonl")
-    assert row["agents"] == [["first", 1.0], ["second", -1.0]]
-    assert (row["prompt"], row["completion"], row["advantage"]) == ("5 stones", "1", 0.1235)
+    assert row["agents"] == [["first", 1.0, 0.1235], ["second", -1.0, 0.0]]
+    assert (row["prompt"], row["completion"], row["advantage"]) == ("5 stones", "1", 0.0617)
     assert (row["turns"], row["branches"], row["output_tokens"], row["group"]) == (3, 2, 4, 7)
     assert failure == json.loads(
         '{"env": "nim", "task": "7 stones", "version": 3, "error": "NoReward: none"}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_jsonl, write_json
@@ -123,6 +126,22 @@ def test_groups_come_back_as_they_were(tmp_path_factory, seed, sizes, algorithm)
     write_queue(path, groups)
     assert_same(read_queue(path), groups)
     assert [each.name for each in path.parent.iterdir()] == [QUEUE]
+
+
+def test_a_queue_of_an_earlier_version_has_a_rollouts_mean_advantage(tmp_path):
+    path, rng = tmp_path / QUEUE, np.random.default_rng(0)
+    group = Group(0, Split.TRAIN, 0, 7, 2, to_start=0, retries_left=0)
+    group.results, group.versions = [make_rollout(reward, rng) for reward in (0.0, 1.0)], [0, 0]
+    scored = Scorer(make_recipe("grpo")).score(group)
+    write_queue(path, [scored])
+    with safe_open(path, framework="np") as file:
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no Mapping)
+    (row,) = json.loads(header["groups"])
+    del row["trace_advantages"]
+    save_file(tensors, path, {**header, "groups": json.dumps([{**row, "advantages": [-0.5, 0.5]}])})
+    (found,) = read_queue(path)
+    assert found.advantages.tolist() == [-0.5, 0.5] == [each.item() for each in found.trace_advantages]
 
 
 class Life:
