@@ -335,6 +335,6 @@ def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:
         {
             **sampling.model_dump(exclude={"extra"}),
             **sampling.extra,
-            "cache_salt": f"{env.incarnation()}.{version}",
+            "cache_salt": f"{env.life()}.{version}",
         }
     )

@@ -46,7 +46,7 @@ class SelfTeacher:
         version: int,
     ) -> None:
         """Give each sample ``ref_logprobs`` [N] of the live ``version``, which reads ``text`` first. Raises RolloutFailed."""
-        salt = f"{env.incarnation()}.{version}"
+        salt = f"{env.life()}.{version}"
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         branches = [path.branch for trace in traces for path in trained_branches(trace)]
         pairs = zip(rollout.samples, branches, strict=True)
