@@ -170,21 +170,22 @@ class BatchCutter:
             return None
         self._num_empty_in_a_row = self._passed_over_in_a_row = 0
         tally, self._tally = self._tally, Tally()
+        aging = [group for group in groups if not group.is_frozen] or groups
         return Cut(
             info=StepInfo(
                 step=step,
                 env_names=self.env_names,
-                policy_version_min=min(group.oldest_version for group in groups),
-                policy_version_max=max(
-                    rollout.last_version for group in groups for rollout in group.rollouts
-                ),
+                policy_version_min=min(group.oldest_version for group in aging),
+                policy_version_max=max(rollout.last_version for group in aging for rollout in group.rollouts),
                 num_samples=len(samples),
             ),
             groups=groups,
             packed=None,
             tally=tally,
             samples=samples,
-            queued_versions=[version for group in self._queue for version in group.versions],
+            queued_versions=[
+                version for group in self._queue if not group.is_frozen for version in group.versions
+            ],
         )
 
     def pack(self, cut: Cut) -> Packed:

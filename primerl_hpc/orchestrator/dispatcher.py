@@ -168,8 +168,8 @@ class Dispatcher:
         return room - queued - self._num_pending
 
     def versions_in_flight(self) -> list[int]:
-        """Of the training rollouts in flight, when they started."""
-        groups = [group for group in self._groups.values() if group.split is Split.TRAIN]
+        """Of the training rollouts in flight that become stale, when they started."""
+        groups = [group for group in self._groups.values() if self._is_policys(group)]
         return [version for group in groups for version in group.in_flight.values()]
 
     # -- actions ---------------------------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ class Dispatcher:
         return [
             self._cancel(group, "stale")
             for group in list(self._groups.values())
-            if group.split is Split.TRAIN
-            and group.env not in self.frozen_envs
+            if self._is_policys(group)
             and group.oldest_version is not None
             and group.oldest_version < self.min_fresh_version
         ]
@@ -244,12 +243,13 @@ class Dispatcher:
         self.version = version
 
     def cancel_youngest(self, count: int) -> list[Cancel]:
-        """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay."""
+        """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay, and
+        what a frozen model samples: it is not at the engines that are too full."""
         cancels: list[Cancel] = []
         for group in reversed(list(self._groups.values())):
             if count <= 0:
                 break
-            if group.split is Split.TRAIN and group.in_flight:
+            if self._is_policys(group) and group.in_flight:
                 cancels.append(self._cancel(group, "engines are overfull"))
                 count -= len(cancels[-1].rollout_ids)
         return cancels
@@ -289,6 +289,10 @@ class Dispatcher:
         self._startable[split].append(group.group_id)
         self._num_pending += size if split is Split.TRAIN else 0
         self.counters.groups_started += 1
+
+    def _is_policys(self, group: Group) -> bool:
+        """Whether the policy samples it, for training."""
+        return group.split is Split.TRAIN and group.env not in self.frozen_envs
 
     def _has_room(self, split: Split, env: int) -> bool:
         limit, rate = self.env_limits.get((split, env)), self.env_rates.get((split, env))

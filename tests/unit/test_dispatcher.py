@@ -156,6 +156,14 @@ def test_the_youngest_groups_are_taken_back_whole_and_evaluations_stay():
     assert dispatcher.in_flight == 2  # the evaluation's
 
 
+def test_what_a_frozen_model_samples_is_not_taken_back_from_overfull_engines():
+    tasks = iter([TaskRef(0, 0), TaskRef(1, 0), TaskRef(0, 1), TaskRef(1, 1)])
+    dispatcher = make(next_task=lambda: next(tasks), max_in_flight=16, frozen_envs=frozenset({1}))
+    dispatcher.next_starts(0)
+    assert [cancel.task for cancel in dispatcher.cancel_youngest(5)] == [TaskRef(0, 1), TaskRef(0, 0)]
+    assert dispatcher.in_flight == 8 and dispatcher.versions_in_flight() == []
+
+
 def test_an_environment_at_its_limit_holds_its_turn_so_that_ratios_stay():
     tasks = iter([TaskRef(0, 0), TaskRef(0, 1), *(TaskRef(1, index) for index in range(9))])
     dispatcher = make(next_task=lambda: next(tasks), env_limits={(Split.TRAIN, 0): 4})

@@ -128,6 +128,26 @@ def test_metrics_of_a_batch(metrics, name, value):
     assert metrics[name] == pytest.approx(value)
 
 
+def test_a_batch_that_a_frozen_model_sampled_has_trained_tokens_and_no_age():
+    recipe = Recipe.model_validate(
+        {
+            **RECIPE.model_dump(exclude_unset=True),
+            "algorithm": {"type": "sft_distill"},
+            "teacher": {"model": {"name": "t"}},
+            "environments": {"train": [{"id": "words"}, {"id": "nim", "algorithm": {"type": "grpo"}}]},
+        }
+    )
+    cutter = BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+    cutter.add(group(1, [rollout(1.0), rollout(0.0)], version=7))
+    cutter.add(group(0, [rollout(1.0)], version=0))
+    cut = cutter.take(9, 0)
+    cutter.pack(cut)
+    told = batch_metrics(cut, idle_dispatcher())
+    assert (told["batch/trained_tokens"], told["batch/rollouts"]) == (8, 4)
+    assert (told["off_policy/max"], cut.info.policy_version_min, cut.queued_versions) == (1, 7, [])
+
+
 def test_distributions_have_mean_bounds_and_tails(metrics):
     for name in ("reward", "completion_tokens", "prompt_tokens", "turns", "branches", "rollout_s"):
         for suffix in ("", "/words", "/nim"):
