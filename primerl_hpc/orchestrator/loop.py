@@ -163,7 +163,12 @@ class Orchestrator:
             frozen=recipe.served_models,
         )
         self.state = LoopState(
-            self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN], self.evaluator
+            self.sampler,
+            self.dispatcher,
+            self.cutter,
+            self.driver.traces[Split.TRAIN],
+            self.driver.traces[Split.EVAL],
+            self.evaluator,
         )
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
         self.sender = FilesystemSender(run)

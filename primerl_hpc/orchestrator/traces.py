@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ class TraceWriter:
         if self.size_bytes > size_bytes:
             os.truncate(self.path, size_bytes)
             self.size_bytes = size_bytes
+
+    def keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other rows of the file, as `keep_rows` does."""
+        keep_rows(self.path, is_kept)
+        self.size_bytes = self.path.stat().st_size if self.path.exists() else 0
 
     def add(
         self,
@@ -89,6 +94,27 @@ class TraceWriter:
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
         self._lines.append(line)
         self.size_bytes += len(line.encode()) + 1
+
+
+def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the other rows of a file of traces, and what is none, in one piece; a missing file has no rows."""
+    is_whole, temporary = True, path.with_name(f"{path.name}.tmp")
+    try:
+        with path.open("rb") as rows, temporary.open("wb") as kept:
+            for line in rows:
+                try:
+                    is_good = is_kept(json.loads(line))
+                except ValueError:  # torn by whoever was killed while it wrote
+                    is_good = False
+                is_whole &= is_good
+                if is_good:
+                    kept.write(line)
+    except FileNotFoundError:
+        return
+    if is_whole:
+        temporary.unlink()
+    else:
+        os.replace(temporary, path)
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_jsonl, write_json
+from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import QUEUE, SIDES, CheckpointFollower, load_queue, load_state
@@ -165,8 +166,13 @@ class Life:
             recipe.rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=["reverse-text"]
         )
         self.traces = TraceWriter(run.traces("train"))
-        self.evaluator = Evaluator(recipe.environments, [1], recipe.steps, set())
-        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.traces, self.evaluator)
+        self.eval_traces = TraceWriter(run.traces("eval"))
+        self.evaluator = Evaluator(
+            recipe.environments, [1], recipe.steps, set(read_steps(run.metrics("eval")))
+        )
+        self.state = LoopState(
+            self.sampler, self.dispatcher, self.cutter, self.traces, self.eval_traces, self.evaluator
+        )
         self.follower = CheckpointFollower(run, "trainer-0", resumed)
         self.in_flight: list = []
         self.batches: list[Cut] = []
@@ -298,6 +304,27 @@ def test_a_fork_begins_queued_tasks_anew(tmp_path):
     second = Life(run, recipe, resumed=2)
     assert second.cutter.num_queued == 0
     assert [second.sampler.next() for _ in queued] == queued
+    assert list(read_jsonl(run.traces("train"))) == []  # the size that was saved is of the other run's file
+
+
+@pytest.mark.parametrize("resumed", [0, 2])
+def test_rollouts_of_an_evaluation_that_is_done_again_are_traced_once(tmp_path, resumed):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    first = Life(run, recipe)
+    first.collect(2)
+    first.save(2)
+    rng = np.random.default_rng(0)
+    for version in (0, 2):
+        rollout = make_rollout(1.0, rng, version)
+        first.eval_traces.add(rollout, env="e", task="1", version=version, eval_version=version)
+        first.eval_traces.add_failure(env="e", task="1", version=version, error="x")
+    first.eval_traces.flush()
+    with run.traces("eval").open("a") as file:
+        file.write('{"env": "e", "ta')  # killed while it wrote
+    MetricsWriter(run.metrics("eval")).write(0, {})
+    Life(run, recipe, resumed=resumed)
+    assert [row["version"] for row in read_jsonl(run.traces("eval"))] == [0, 0]
+    assert [path.name for path in run.traces("eval").parent.glob("eval*")] == ["eval.jsonl"]
 
 
 def test_evaluations_that_were_open_at_a_checkpoint_are_missed_by_the_next_life(tmp_path):
