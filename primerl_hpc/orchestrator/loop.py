@@ -343,7 +343,7 @@ class Orchestrator:
         start = time.monotonic()
         packed = await asyncio.to_thread(self.cutter.pack, cut)
         packed_at = time.monotonic()
-        cut.info.metrics = {"reward/mean": _mean_reward(cut)}
+        cut.info.metrics = {"reward/mean": cut.mean_reward}
         await outlast("a batch's folder", lambda: self.sender.send(cut.info, packed.ranks))
         measured = {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at}
         await self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
@@ -416,8 +416,3 @@ class Orchestrator:
             self._following.result()
             self._following = None
         self._following = self._following or asyncio.create_task(asyncio.to_thread(self.follower.follow))
-
-
-def _mean_reward(cut: Cut) -> float:
-    rewards = [rollout.reward for group in cut.groups for rollout in group.rollouts]
-    return sum(rewards) / len(rewards)

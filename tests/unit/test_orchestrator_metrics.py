@@ -163,6 +163,35 @@ def test_rollouts_of_equal_reward_are_described_but_not_as_effective():
     assert effective_metrics(groups)["effective/reward/mean"] == 0.5
 
 
+@pytest.mark.parametrize("how", ["refilled", "turned away"])
+def test_groups_that_were_passed_over_count_among_all_and_not_as_effective(how):
+    rollouts = {"zero_advantage": "refill"} if how == "refilled" else {}
+    gates = [] if how == "refilled" else [{"type": "advantage_range"}]
+    recipe = Recipe.model_validate(
+        {
+            **RECIPE.model_dump(exclude_unset=True),
+            "rollouts": {"batch_size": 4, "group_size": 2, **rollouts},
+            "environments": {"train": [{"id": "words", "gates": gates}, {"id": "nim", "gates": gates}]},
+        }
+    )
+    cutter = BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    for env, rewards in ((0, (1.0, 1.0)), (1, (0.0, 0.0)), (0, (1.0, 1.0)), (0, (1.0, 0.0)), (0, (1.0, 0.0))):
+        cutter.add(group(env, [rollout(reward, samples=2) for reward in rewards], version=0))
+    cut = cutter.take(1, 0)
+    told = batch_metrics(cut, idle_dispatcher())
+    assert (told["solve_all"], told["solve_none"], told["solve_some"]) == (0.4, 0.2, 0.4)
+    assert (told["reward/mean"], told["reward/nim/mean"], told["effective/reward/mean"]) == (0.6, 0.0, 0.5)
+    assert (told["batch/rollouts"], told["batch/rollouts_passed_over"], told["branches/mean"]) == (4, 6, 2)
+    assert (told["batch/words/ratio"], told["batch/nim/ratio"]) == (1.0, 0.0)
+    assert not any(
+        sample.num_tokens for each in cut.tally.passed_over for one in each.rollouts for sample in one.samples
+    )
+    for _ in range(2):
+        cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+    cut = cutter.take(2, 0)
+    assert batch_metrics(cut, idle_dispatcher())["solve_all"] == 0.0  # told once
+
+
 def test_an_environment_that_lost_every_group_shows_its_errors():
     cutter = BatchCutter(RECIPE.rollouts, Scorer(RECIPE), seq_len=16, num_ranks=1, env_names=["words", "nim"])
     for _ in range(2):
