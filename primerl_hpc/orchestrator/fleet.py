@@ -89,11 +89,6 @@ class UpdateReport:
         """At least one engine that answers requests serves the version; one that only prefills does not."""
         return any(process.startswith(f"{Role.INFERENCE.value}-") for process in self.updated)
 
-    @property
-    def is_complete(self) -> bool:
-        """At least one engine serves the version and none is left behind."""
-        return bool(self.updated) and not self.failed
-
 
 class Fleet:
     def __init__(
