@@ -109,6 +109,11 @@ def incarnation() -> int:
     return int(os.environ.get(INCARNATION, "0"))
 
 
+def life() -> str:
+    """Of this process among all that had its name in the run: incarnations are counted anew in every attempt."""
+    return f"{attempt()}.{incarnation()}"
+
+
 def process() -> str:
     return os.environ.get(PROCESS, "")
 

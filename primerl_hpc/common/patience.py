@@ -6,17 +6,27 @@
     patience.is_tried                           # whether it did at the last look
 
 An error that lasts longer than the limit goes on. Without a limit that of a full disk does at once: it is not a moment's fault.
+
+    await outlast("the batch", lambda: send(batch))     # what a run cannot go on without
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+FALTERS_S = 60.0
+"""How long a run directory may answer with errors before that ends the run."""
+AGAIN_S = 0.25
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,3 +56,12 @@ class Patience:
             self._since = now
             logger.warning("cannot see %s, trying again: %s", self.what, error)
         return now - self._since <= self.limit_s
+
+
+async def outlast(what: str, act: Callable[[], T]) -> T:
+    """What ``act``, called in a thread, returns as soon as it can. Raises its OSError after `FALTERS_S`."""
+    patience = Patience(what, FALTERS_S)
+    while True:
+        with patience:
+            return await asyncio.to_thread(act)
+        await asyncio.sleep(AGAIN_S)

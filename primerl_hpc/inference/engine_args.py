@@ -21,6 +21,9 @@ CPU_EXPERTS_EXTENSION = "primerl_hpc.inference.cpu_worker.CPUWeightUpdate"
 """Instead of the one above where experts are spread over CPUs, which vLLM's CPU build does not know by itself."""
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_SERVED_RANK)  # of which vLLM's --max-lora-rank must be one
 KV_LEASE_S = 30  # vLLM's own: how long a prefill engine keeps blocks that nobody asks for
+_SWITCHES = frozenset(
+    {"disable-log-stats", "aggregate-engine-logging"}
+)  # vLLM's flags that have no --no- form
 CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
 
 # what the run relies on: another value would break identity of tokens, auth, or the plan
@@ -91,7 +94,11 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str, is_prefill
         if key in _OURS:
             raise ConfigError(f"inference.extra_args may not set '{key}'", mend="the run decides it itself")
         options[key] = value
-    return [part for name, value in options.items() for part in _as_flag(name, value)]
+    denied = {
+        name.lstrip("-").replace("_", "-") for name, value in inference.extra_args.items() if value is False
+    }
+    arguments = [part for name, value in options.items() for part in _as_flag(name, value)]
+    return [*arguments, *(_denial(name) for name in sorted(denied - _SWITCHES))]
 
 
 def node_args(layout: InferenceLayout, num_nodes: int, node_rank: int, address: dict[str, Any]) -> list[str]:
@@ -137,6 +144,11 @@ def _kv_transfer(recipe: Recipe, is_prefill: bool) -> dict[str, str]:
         "kv_connector_extra_config": {"kv_lease_duration": recipe.timeouts.weight_update_s + KV_LEASE_S},
     }
     return {"kv-transfer-config": json.dumps(config)}
+
+
+def _denial(name: str) -> str:
+    """What is true for vLLM unless it is told otherwise has to be denied."""
+    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 def _as_flag(name: str, value: str | int | float | bool | None) -> list[str]:

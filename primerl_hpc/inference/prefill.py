@@ -26,6 +26,7 @@ import httpx
 import prometheus_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from primerl_hpc.common.long_call import while_published
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import VERSION_HEADER, RunDir, read_endpoints
 
@@ -184,16 +185,14 @@ class PrefillEngines:
 
     async def post(self, name: str, url: str, body: dict[str, Any]) -> httpx.Response:
         """As long as the engine is published there: one that hangs is ended by the supervisor. Raises httpx.HTTPError."""
+
+        async def is_published() -> bool:
+            return url.startswith((await self._look()).get(name, "?"))
+
         self.ours[name] += 1
-        call = asyncio.ensure_future(self._client.post(url, json=body))
         try:
-            while not call.done():
-                await asyncio.wait({call}, timeout=LOOK_S)
-                if not call.done() and not url.startswith((await self._look()).get(name, "?")):
-                    raise httpx.ReadError("it was ended meanwhile")
-            return call.result()
+            return await while_published(self._client.post(url, json=body), is_published, look_s=LOOK_S)
         finally:
-            call.cancel()
             self.ours[name] -= 1
 
     async def _look(self) -> dict[str, str]:

@@ -12,7 +12,9 @@ A batch in which nothing has a signal is not a step: with ``drop`` it is thrown 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.orchestrator.dispatcher import Group
@@ -46,7 +48,8 @@ class Tally:
     stale_rollouts: int = 0
     refilled_groups: int = 0  # without a signal, replaced
     rejected_groups: int = 0  # turned away by a gate
-    passed_over_rollouts: int = 0  # of groups replaced or turned away, or of a batch without a signal
+    # replaced, turned away, or of a batch without a signal; without their tokens
+    passed_over: list[ScoredGroup] = field(default_factory=list)
     failed_groups: int = 0  # no rollout survived
     lost_rollouts: Counter[int] = field(default_factory=Counter)  # of failed groups, by environment
 
@@ -61,6 +64,15 @@ class Cut:
     tally: Tally
     samples: list[TrainSample] = field(default_factory=list)
     queued_versions: list[int] = field(default_factory=list)  # of rollouts that wait for the next batch
+
+    @property
+    def generated(self) -> list[ScoredGroup]:
+        """With the groups that were passed over since the last batch: how well the policy does, not what is trained."""
+        return [*self.groups, *self.tally.passed_over]
+
+    @property
+    def mean_reward(self) -> float:
+        return float(np.mean([rollout.reward for group in self.generated for rollout in group.rollouts]))
 
 
 class BatchCutter:
@@ -164,27 +176,28 @@ class BatchCutter:
         samples = [sample for group in groups for each in group.samples for sample in each]
         if not samples:
             self._num_empty_in_a_row += 1
-            self._tally.passed_over_rollouts += count
+            self._tally.passed_over += map(_without_tokens, groups)
             if self._num_empty_in_a_row >= self.rollouts.max_empty_batches:
                 self._give_up()
             return None
         self._num_empty_in_a_row = self._passed_over_in_a_row = 0
         tally, self._tally = self._tally, Tally()
+        aging = [group for group in groups if not group.is_frozen] or groups
         return Cut(
             info=StepInfo(
                 step=step,
                 env_names=self.env_names,
-                policy_version_min=min(group.oldest_version for group in groups),
-                policy_version_max=max(
-                    rollout.last_version for group in groups for rollout in group.rollouts
-                ),
+                policy_version_min=min(group.oldest_version for group in aging),
+                policy_version_max=max(rollout.last_version for group in aging for rollout in group.rollouts),
                 num_samples=len(samples),
             ),
             groups=groups,
             packed=None,
             tally=tally,
             samples=samples,
-            queued_versions=[version for group in self._queue for version in group.versions],
+            queued_versions=[
+                version for group in self._queue if not group.is_frozen for version in group.versions
+            ],
         )
 
     def pack(self, cut: Cut) -> Packed:
@@ -198,15 +211,18 @@ class BatchCutter:
         self._swept_for = None
 
     def _pass_over(self, scored: ScoredGroup) -> None:
-        self._tally.passed_over_rollouts += len(scored.rollouts)
+        self._tally.passed_over.append(_without_tokens(scored))
         self._passed_over_in_a_row += len(scored.rollouts)
         if self._passed_over_in_a_row >= self.rollouts.max_empty_batches * self.rollouts.batch_size:
             self._give_up()
 
     def _judge_errors(self, group: Group) -> None:
-        """Environment by environment: one of several that always fails is a small share of them all."""
+        """Environment by environment: one of several that always fails is a small share of them all.
+
+        What others' deaths took says nothing about it.
+        """
         window = self._windows[group.env]
-        window.append((group.num_failed, group.size))
+        window.append((group.num_failed - group.num_faulted, group.size - group.num_faulted))
         failed, total = (sum(column) for column in zip(*window, strict=True))
         limit = self.rollouts.max_error_fraction
         if len(window) >= MIN_GROUPS_TO_JUDGE_ERRORS and failed > limit * total:
@@ -222,3 +238,15 @@ class BatchCutter:
             f"within a group, or all turned away by gates and filters",
             mend="make the task easier or harder, raise rollouts.group_size, or start from another model",
         )
+
+
+def _without_tokens(group: ScoredGroup) -> ScoredGroup:
+    """What its numbers are made of; many groups may be passed over before a batch is full."""
+    return replace(
+        group,
+        rollouts=[
+            replace(rollout, samples=[each.without_tokens() for each in rollout.samples], text=[])
+            for rollout in group.rollouts
+        ],
+        samples=[[] for _ in group.rollouts],
+    )

@@ -101,6 +101,7 @@ class Concurrency:
         last, self._last = self._last, load
         if last is not None and last.num_engines != load.num_engines:
             self._known_bad = self._fast = self._slow = None
+            last = None  # an engine that missed a look brings its whole count back
         self._fast = _smoothed(self._fast, load.kv_usage, FAST)
         self._slow = _smoothed(self._slow, load.kv_usage, SLOW)
         self._to_finish -= finished

@@ -93,8 +93,9 @@ class Epochs(Curriculum):
 class DifficultyPools(Curriculum):
     """A task is drawn with a probability proportional to its pool's weight: unseen, hard, normal or easy.
 
-    Unseen tasks come in a shuffled order, without repetition. A task that was drawn and not yet observed is in no pool;
-    one whose first group came to nothing counts as hard.
+    Unseen tasks come in a shuffled order, without repetition; one that was drawn and not yet observed is in no pool. A seen
+    one stays in its pool, and may be drawn again before its group is done. One whose first group came to nothing counts
+    as hard.
     Where every pool is empty or without weight, tasks come epoch after epoch.
     """
 

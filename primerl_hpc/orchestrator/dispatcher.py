@@ -73,6 +73,7 @@ class Group:
     results: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of `results`, when they started
     num_failed: int = 0  # given up after retries
+    num_faulted: int = 0  # of them, by the deaths of others
     tag: Any = None  # whose evaluation
 
     @property
@@ -129,6 +130,9 @@ class Dispatcher:
         self._groups: dict[int, Group] = {}  # open, in the order they were begun
         self._startable: dict[Split, deque[int]] = {Split.TRAIN: deque(), Split.EVAL: deque()}
         self._group_of: dict[int, int] = {}  # rollout in flight → group
+        self._finished_before: dict[
+            int, int
+        ] = {}  # rollout in flight → how many had finished when it started
         self._env_in_flight: dict[tuple[Split, int], int] = {}
         self._held_task: TaskRef | None = None  # drawn, waits for room in its environment
         self._num_pending = 0  # training rollouts of open groups that were not given up
@@ -164,8 +168,8 @@ class Dispatcher:
         return room - queued - self._num_pending
 
     def versions_in_flight(self) -> list[int]:
-        """Of the training rollouts in flight, when they started."""
-        groups = [group for group in self._groups.values() if group.split is Split.TRAIN]
+        """Of the training rollouts in flight that become stale, when they started."""
+        groups = [group for group in self._groups.values() if self._is_policys(group)]
         return [version for group in groups for version in group.in_flight.values()]
 
     # -- actions ---------------------------------------------------------------------------------------------------
@@ -201,8 +205,10 @@ class Dispatcher:
         """The rollout is tried again as a new one while its group has retries left; else the group goes on without it.
 
         ``is_fault``: not the rollout's own (its engine or environment server died); such retries are counted apart and
-        are many, but not endless, because a request may be what kills its engine.
+        are many, but not endless, because a request may be what kills its engine. While nothing at all succeeds they
+        cost nothing: an outage is judged by whoever sees how long it lasts.
         """
+        is_outage = self._finished_before.get(rollout_id) == self.counters.finished
         group = self._take(rollout_id)
         if group is None:
             return None
@@ -210,7 +216,7 @@ class Dispatcher:
         del group.in_flight[rollout_id]
         retries_left = group.fault_retries_left if is_fault else group.retries_left
         if retries_left:
-            group.fault_retries_left -= is_fault
+            group.fault_retries_left -= is_fault and not is_outage
             group.retries_left -= not is_fault
             group.to_start += 1
             self.counters.retried += 1
@@ -218,6 +224,7 @@ class Dispatcher:
                 self._startable[group.split].appendleft(group.group_id)
         else:
             group.num_failed += 1
+            group.num_faulted += is_fault
             self._num_pending -= group.split is Split.TRAIN
         return self._close_if_done(group)
 
@@ -227,8 +234,7 @@ class Dispatcher:
         return [
             self._cancel(group, "stale")
             for group in list(self._groups.values())
-            if group.split is Split.TRAIN
-            and group.env not in self.frozen_envs
+            if self._is_policys(group)
             and group.oldest_version is not None
             and group.oldest_version < self.min_fresh_version
         ]
@@ -237,12 +243,13 @@ class Dispatcher:
         self.version = version
 
     def cancel_youngest(self, count: int) -> list[Cancel]:
-        """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay."""
+        """Take the youngest training groups back until ``count`` rollouts fewer are in flight; evaluations stay, and
+        what a frozen model samples: it is not at the engines that are too full."""
         cancels: list[Cancel] = []
         for group in reversed(list(self._groups.values())):
             if count <= 0:
                 break
-            if group.split is Split.TRAIN and group.in_flight:
+            if self._is_policys(group) and group.in_flight:
                 cancels.append(self._cancel(group, "engines are overfull"))
                 count -= len(cancels[-1].rollout_ids)
         return cancels
@@ -283,6 +290,10 @@ class Dispatcher:
         self._num_pending += size if split is Split.TRAIN else 0
         self.counters.groups_started += 1
 
+    def _is_policys(self, group: Group) -> bool:
+        """Whether the policy samples it, for training."""
+        return group.split is Split.TRAIN and group.env not in self.frozen_envs
+
     def _has_room(self, split: Split, env: int) -> bool:
         limit, rate = self.env_limits.get((split, env)), self.env_rates.get((split, env))
         if rate is not None and not rate.allows(self._now):
@@ -307,6 +318,7 @@ class Dispatcher:
         group.to_start -= 1
         group.in_flight[rollout_id] = self.version
         self._group_of[rollout_id] = group.group_id
+        self._finished_before[rollout_id] = self.counters.finished
         key = (group.split, group.env)
         self._env_in_flight[key] = self._env_in_flight.get(key, 0) + 1
         if (rate := self.env_rates.get(key)) is not None:
@@ -319,6 +331,7 @@ class Dispatcher:
         group_id = self._group_of.pop(rollout_id, None)
         if group_id is None:
             return None
+        del self._finished_before[rollout_id]
         group = self._groups[group_id]
         self._env_in_flight[(group.split, group.env)] -= 1
         return group

@@ -63,7 +63,7 @@ class Distillation:
         """Give the samples of an opd or opsd rollout their reference's log-probabilities. Raises RolloutFailed."""
         if isinstance(config, OPD):
             assert self.teacher is not None  # the recipe is validated
-            await self.teacher.add_logprobs(rollout)
+            await self.teacher.add_logprobs(rollout, seq_len=self.recipe.seq_len)
         elif isinstance(config, OPSD):
             assert self.self_teacher is not None
             text = config.template.format(demonstration=data[config.demo_key])

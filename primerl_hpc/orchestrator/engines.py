@@ -67,7 +67,7 @@ class EngineWatch:
         self.fleet, self.dispatcher, self.concurrency = fleet, dispatcher, concurrency
         self.is_updating, self.take_back = is_updating, take_back
         self._engines: dict[str, dict[str, float]] = {}
-        self._generated: tuple[float, float] | None = None
+        self._generated: tuple[float, dict[str, float]] | None = None  # when, tokens by engine
         self._ended = self._num_looks = self._num_idle = 0
         self._verdicts = dict.fromkeys(Verdict, 0)
 
@@ -111,11 +111,14 @@ class EngineWatch:
         for name in ("prefill_other", "prefill_self"):
             if any(name in engine for engine in engines):
                 metrics[f"inference/{name}"] = sum(engine.get(name, 0.0) for engine in engines)
-        total = sum(engine.get("generation_tokens", 0.0) for engine in engines)
         now, before = time.monotonic(), self._generated
-        self._generated = (now, total)
-        if before is not None and total >= before[1]:
-            metrics["inference/tokens_per_s"] = (total - before[1]) / max(now - before[0], 1e-9)
+        self._generated = (
+            now,
+            {name: each.get("generation_tokens", 0.0) for name, each in self._engines.items()},
+        )
+        if before is not None:
+            made = tokens_between(before[1], self._generated[1])
+            metrics["inference/tokens_per_s"] = made / max(now - before[0], 1e-9)
         return metrics
 
     def _restart_stuck(
@@ -148,6 +151,11 @@ class EngineWatch:
             self.dispatcher.max_in_flight = decision.limit
         if decision.cancel:
             self.take_back(decision.cancel)
+
+
+def tokens_between(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Of engines that both looks saw: one that missed the first brings its whole count, a restarted one begins anew."""
+    return sum(max(0.0, count - before[name]) for name, count in after.items() if name in before)
 
 
 def load_of(engines: list[dict[str, float]]) -> Load:

@@ -4,7 +4,7 @@
     await client.wait_ready(timeout_s=recipe.timeouts.env_server_ready_s)          # raises TimeoutWaitingError
     episode = await client.run(task_data, train_client(recipe.model, tokenizer, router_url), recipe.policy_name,
                                sampling_config(recipe.rollouts.sampling, version), timeout_s=environment.timeout_s)
-    await client.health(); client.is_up; await client.close()
+    client.is_up; await client.close()
 
 ``run`` returns verifiers' WireEpisode (``episode.ok``, ``episode.traces[i].branches[j].token_ids …``) and raises
 
@@ -152,10 +152,6 @@ class EnvServerClient:
             raise EnvServerError(str(error), place=f"environment {self.environment.label}") from error
         finally:
             self._running.discard(limit)
-
-    async def health(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers now."""
-        return self._client is not None and await _is_well(self._client, timeout_s)
 
     async def close(self) -> None:
         """Stop watching and give up what is running."""
@@ -335,6 +331,6 @@ def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:
         {
             **sampling.model_dump(exclude={"extra"}),
             **sampling.extra,
-            "cache_salt": f"{env.incarnation()}.{version}",
+            "cache_salt": f"{env.life()}.{version}",
         }
     )

@@ -8,15 +8,13 @@ never run again: whoever runs the same directory once more gets what is missing.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Collection
 from pathlib import Path
 
 import httpx
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, RoleError
-from primerl_hpc.common.files import read_json_or_none, read_jsonl, write_text
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.lock import is_owner_alive
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.rundir import RunDir
@@ -35,6 +33,7 @@ from primerl_hpc.orchestrator.setup import (
     make_fleet,
     wait_for_peers,
 )
+from primerl_hpc.orchestrator.traces import keep_rows
 from primerl_hpc.orchestrator.watcher import WeightWatcher
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.evaluation_schema import Evaluation as Settings
@@ -163,7 +162,8 @@ class ScoredEvaluator(Evaluator):
     def __init__(self, run: RunDir, environments: Environments, task_counts: list[int]) -> None:
         super().__init__(environments, task_counts, 0, set())
         self.run, self.scores = run, read_scores(run)
-        drop_unscored(run.traces("eval"), self.scores.keys())
+        # of the others an earlier life left rollouts, which run again
+        keep_rows(run.traces("eval"), lambda row: (row.get("version"), row.get("env")) in self.scores)
 
     def due(self, version: int) -> list[int]:
         return [
@@ -185,18 +185,6 @@ class ScoredEvaluator(Evaluator):
         version, metrics = done
         before = [metrics_of(row) for (step, _), row in self.scores.items() if step == version]
         return version, {name: value for row in before for name, value in row.items()} | metrics
-
-
-def drop_unscored(path: Path, scored: Collection[tuple[int, str]]) -> None:
-    """Of rollouts of pairs without scores, which an earlier life left, nothing is kept: they run again."""
-    lines, is_whole = [], True
-    for row in read_jsonl(path):
-        if (row.get("version"), row.get("env")) in scored:
-            lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
-        else:
-            is_whole = False
-    if not is_whole:
-        write_text(path, "".join(lines))
 
 
 class Versions:

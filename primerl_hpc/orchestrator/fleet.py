@@ -30,13 +30,16 @@ from typing import Any
 import httpx
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
+from primerl_hpc.common.long_call import while_published
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.patience import Patience
-from primerl_hpc.common.rundir import RunDir, read_endpoints, request_restart
+from primerl_hpc.common.rundir import RunDir, read_endpoint, read_endpoints, request_restart
 from primerl_hpc.orchestrator.groups import Groups
 from primerl_hpc.transport.weights import Announcement, Source, to_body
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
 
 # an engine's metric, of one label or of all → ours; summed over an engine's data-parallel ranks, except shares, of which the largest counts
 _METRICS = {
@@ -86,11 +89,6 @@ class UpdateReport:
         """At least one engine that answers requests serves the version; one that only prefills does not."""
         return any(process.startswith(f"{Role.INFERENCE.value}-") for process in self.updated)
 
-    @property
-    def is_complete(self) -> bool:
-        """At least one engine serves the version and none is left behind."""
-        return bool(self.updated) and not self.failed
-
 
 class Fleet:
     def __init__(
@@ -111,7 +109,11 @@ class Fleet:
         self.update_timeout_s, self.request_timeout_s = update_timeout_s, request_timeout_s
         self.recompute_kv = recompute_kv
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"}, timeout=request_timeout_s, trust_env=False
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=request_timeout_s,
+            # engines that receive a version together all wait for the last one
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
         )
         self._members: dict[Role, dict[str, Engine]] = {}
         self._patience = Patience("the engines")
@@ -126,8 +128,7 @@ class Fleet:
         """Published engines of a role by process name, as the files say now; as they said before, while they cannot be read."""
         with self._patience:
             self._members[role] = {
-                name: Engine(name, end["url"], end["attempt"], end["incarnation"])
-                for name, end in read_endpoints(self.run_dir, role.value).items()
+                name: _engine_of(name, end) for name, end in read_endpoints(self.run_dir, role.value).items()
             }
         return self._members.get(role, {})
 
@@ -292,6 +293,14 @@ class Fleet:
     def _is_same(self, engine: Engine) -> bool:
         return self.policy().get(engine.process) == engine
 
+    def _is_published(self, engine: Engine) -> bool:
+        """As its file says now; while that cannot be read, it is."""
+        try:
+            endpoint = read_endpoint(self.run_dir, engine.process)
+        except OSError:
+            return True
+        return endpoint is not None and _engine_of(engine.process, endpoint) == engine
+
     async def _state_or_none(self, engine: Engine) -> dict[str, Any] | None:
         try:
             answer = await self._client.get(f"{engine.url}/primerl/state")
@@ -310,7 +319,11 @@ class Fleet:
         self, engine: Engine, route: str, body: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
         try:
-            answer = await self._client.post(f"{engine.url}{route}", json=body, timeout=timeout_s)
+            answer = await while_published(
+                self._client.post(f"{engine.url}{route}", json=body, timeout=timeout_s),
+                lambda: asyncio.to_thread(self._is_published, engine),
+                look_s=LOOK_S,
+            )
             content = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineError(
@@ -320,6 +333,10 @@ class Fleet:
             kind = FolderRefused if answer.status_code == 422 else EngineError
             raise kind(f"{engine.process} refused {route}: {content.get('error', content)}")
         return content
+
+
+def _engine_of(process: str, endpoint: dict[str, Any]) -> Engine:
+    return Engine(process, endpoint["url"], endpoint["attempt"], endpoint["incarnation"])
 
 
 def parse_metrics(text: str) -> dict[str, float]:

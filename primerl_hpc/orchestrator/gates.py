@@ -37,7 +37,8 @@ def make_gate(config: selection_schema.Gate) -> Gate:
 
 
 def _is_outside(group: ScoredGroup, config: selection_schema.AdvantageRange) -> bool:
-    inside = (group.advantages >= config.reject_min) & (group.advantages <= config.reject_max)
+    advantages = np.concatenate(group.trace_advantages)  # a mean over players of a zero-sum game says nothing
+    inside = (advantages >= config.reject_min) & (advantages <= config.reject_max)
     return not bool(np.all(inside))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from primerl_hpc.common.errors import DataError, ExitCode, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.common.patience import Patience
+from primerl_hpc.common.patience import Patience, outlast
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
@@ -163,7 +163,12 @@ class Orchestrator:
             frozen=recipe.served_models,
         )
         self.state = LoopState(
-            self.sampler, self.dispatcher, self.cutter, self.driver.traces[Split.TRAIN], self.evaluator
+            self.sampler,
+            self.dispatcher,
+            self.cutter,
+            self.driver.traces[Split.TRAIN],
+            self.driver.traces[Split.EVAL],
+            self.evaluator,
         )
         self.follower = CheckpointFollower(run, process_name(Role.TRAINER, 0), self.resumed)
         self.sender = FilesystemSender(run)
@@ -305,15 +310,15 @@ class Orchestrator:
             return
         self.sampler.observe(scored.task, scored.mean_reward)
         handle = self.envs[Split.TRAIN][group.env]
-        for rollout, version, advantage in zip(
-            scored.rollouts, scored.versions, scored.advantages, strict=True
+        for rollout, version, advantages in zip(
+            scored.rollouts, scored.versions, scored.trace_advantages, strict=True
         ):
             self.driver.traces[Split.TRAIN].add(
                 rollout,
                 env=handle.environment.label,
                 task=handle.tasks[group.task].key,
                 version=version,
-                advantage=float(advantage),
+                advantages=advantages.tolist(),
                 group=group.group_id,
             )
             self.state.totals["rollouts"] += 1
@@ -338,12 +343,12 @@ class Orchestrator:
         start = time.monotonic()
         packed = await asyncio.to_thread(self.cutter.pack, cut)
         packed_at = time.monotonic()
-        cut.info.metrics = {"reward/mean": _mean_reward(cut)}
-        await asyncio.to_thread(self.sender.send, cut.info, packed.ranks)
+        cut.info.metrics = {"reward/mean": cut.mean_reward}
+        await outlast("a batch's folder", lambda: self.sender.send(cut.info, packed.ranks))
         measured = {"time/pack": packed_at - start, "time/send": time.monotonic() - packed_at}
-        self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
+        await self._report(cut, measured | await asyncio.to_thread(disk_metrics, self.run.root))
 
-    def _report(self, cut: Cut, measured: dict[str, float]) -> None:
+    async def _report(self, cut: Cut, measured: dict[str, float]) -> None:
         now = time.monotonic()
         step_s, self._last_ship = now - self._last_ship, now
         self._watch_gate()
@@ -362,7 +367,7 @@ class Orchestrator:
         ):
             for name, count in curriculum.metrics().items():
                 metrics[f"curriculum/{environment.label}/{name}"] = count
-        self.metrics.write(cut.info.step, metrics)
+        await outlast("the metrics", lambda: self.metrics.write(cut.info.step, metrics))
         logger.info(
             "step %d | %.1f s | reward %.4f | trainable %.0f %% | turns %.1f | off-policy max %d | errors %.0f %% | "
             "truncated %.0f %% | rows %d",
@@ -411,8 +416,3 @@ class Orchestrator:
             self._following.result()
             self._following = None
         self._following = self._following or asyncio.create_task(asyncio.to_thread(self.follower.follow))
-
-
-def _mean_reward(cut: Cut) -> float:
-    rewards = [rollout.reward for group in cut.groups for rollout in group.rollouts]
-    return sum(rewards) / len(rewards)

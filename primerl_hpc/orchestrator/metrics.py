@@ -136,15 +136,16 @@ def is_solved(reward: float) -> bool:
 def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
     """Everything about one batch but times."""
     step, packed = cut.info.step, cut.packed
-    ages = [(step - 1) - version for group in cut.groups for version in group.versions]
-    num_rollouts = len(ages)
+    num_rollouts = sum(len(group.rollouts) for group in cut.groups)
+    # a frozen model's rollouts have no age
+    ages = [(step - 1) - version for group in cut.groups if not group.is_frozen for version in group.versions]
     names = cut.info.env_names
     lost = cut.tally.lost_rollouts
-    metrics = group_metrics(cut.groups, num_lost=lost.total()) | effective_metrics(cut.groups)
+    metrics = group_metrics(cut.generated, num_lost=lost.total()) | effective_metrics(cut.groups)
     for env, name in enumerate(names):
-        if own := [group for group in cut.groups if group.task.env == env]:
+        if own := [group for group in cut.generated if group.task.env == env]:
             metrics |= group_metrics(own, f"/{name}", lost[env]) | effective_metrics(own, f"/{name}")
-            metrics[f"batch/{name}/ratio"] = len(own) / len(cut.groups)
+            metrics[f"batch/{name}/ratio"] = float(np.mean([group.task.env == env for group in cut.groups]))
         elif lost[env]:
             metrics[f"errors/{name}/mean"] = 1.0
     metrics |= {
@@ -158,9 +159,9 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
         "batch/groups_refilled": cut.tally.refilled_groups,
         "batch/groups_rejected": cut.tally.rejected_groups,
         "batch/groups_failed": cut.tally.failed_groups,
-        "batch/rollouts_passed_over": cut.tally.passed_over_rollouts,
-        "off_policy/mean": float(np.mean(ages)),
-        "off_policy/max": float(max(ages)),
+        "batch/rollouts_passed_over": sum(len(group.rollouts) for group in cut.tally.passed_over),
+        "off_policy/mean": float(np.mean(ages or [0])),
+        "off_policy/max": float(max(ages, default=0)),
         "off_policy/dropped": cut.tally.stale_rollouts,
     }
     if packed is not None:
@@ -172,7 +173,9 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
             "packing/truncated": packed.num_truncated,
             "packing/untrainable": packed.num_untrainable,
             "batch/tokens": sum(row.num_tokens for row in rows),
-            "batch/trained_tokens": sum(int(row.loss_mask.sum()) for row in rows),
+            "batch/trained_tokens": sum(
+                np.count_nonzero(row.loss_mask | (row.weights("ce") != 0)) for row in rows
+            ),
         }
     for where, versions in (
         ("in_flight", dispatcher.versions_in_flight()),

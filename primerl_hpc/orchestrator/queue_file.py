@@ -152,7 +152,7 @@ def _group_row(group: ScoredGroup, places: dict[int, int]) -> dict[str, Any]:
         "group_id": group.group_id,
         "task": [group.task.env, group.task.index],
         "versions": group.versions,
-        "advantages": group.advantages.tolist(),
+        "trace_advantages": [each.tolist() for each in group.trace_advantages],
         "num_failed": group.num_failed,
         "is_frozen": group.is_frozen,
         "rollouts": [_rollout_row(rollout, places) for rollout in group.rollouts],
@@ -184,12 +184,16 @@ def _group_of(row: dict[str, Any], samples: list[Sample], trained: Iterable[dict
         for each in row["rollouts"]
     ]
     streams = iter(trained)
+    # earlier versions wrote a rollout's mean alone
+    advantages = (
+        row["trace_advantages"] if "trace_advantages" in row else [[each] for each in row["advantages"]]
+    )
     return ScoredGroup(
         row["group_id"],
         TaskRef(*row["task"]),
         rollouts,
         row["versions"],
-        advantages=np.asarray(row["advantages"], np.float64),
+        trace_advantages=[np.asarray(each, np.float64) for each in advantages],
         samples=[
             [
                 TrainSample(samples[place], advantage, env_id, rl_weight, ref_kl_weight, **next(streams))

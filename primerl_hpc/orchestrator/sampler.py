@@ -6,6 +6,7 @@ that were drawn but reached no batch (in flight when the run died) are given bac
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import numpy as np
 
 from primerl_hpc.orchestrator.curriculum import make_curriculum
 from primerl_hpc.recipe import selection_schema
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class TaskSampler:
             make_curriculum(config, size, [seed, env])
             for env, (config, size) in enumerate(zip(configs, sizes, strict=True))
         ]
+        self._types = [config.type for config in configs]
         self._returned: deque[TaskRef] = deque()
 
     def next(self) -> TaskRef:
@@ -79,15 +83,34 @@ class TaskSampler:
         return {
             "sizes": self.sizes,
             "curricula": [curriculum.state() for curriculum in self.curricula],
+            "curriculum_types": self._types,
             "rng": self._rng.bit_generator.state,
             "returned": [[task.env, task.index] for task in returned],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the environments have other numbers of tasks than when the state was saved."""
+        """Raises ValueError when the environments have other numbers of tasks than when the state was saved.
+
+        A curriculum that is of another type now, as a fork's may be, begins anew.
+        """
         if state["sizes"] != self.sizes:
             raise ValueError(f"environments had {state['sizes']} tasks and have {self.sizes} now")
-        for curriculum, saved in zip(self.curricula, state["curricula"], strict=True):
-            curriculum.restore(saved)
+        # earlier versions did not write the types
+        types = state.get("curriculum_types") or [_type_of(saved) for saved in state["curricula"]]
+        for env, (curriculum, saved) in enumerate(zip(self.curricula, state["curricula"], strict=True)):
+            if self._types[env] in types[env]:
+                curriculum.restore(saved)
+            else:
+                logger.warning(
+                    "the curriculum of training environment %d was %s and is %s: it begins anew",
+                    env,
+                    types[env],
+                    self._types[env],
+                )
         self._rng.bit_generator.state = state["rng"]
         self._returned = deque(TaskRef(env, index) for env, index in state["returned"])
+
+
+def _type_of(saved: dict[str, Any]) -> str:
+    """Of the curriculum with this state; those that go by epochs cannot be told apart."""
+    return "difficulty_pools" if "unseen" in saved else "shuffled or sequential"

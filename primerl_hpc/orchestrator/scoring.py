@@ -30,10 +30,15 @@ class ScoredGroup:
     task: TaskRef
     rollouts: list[Rollout]
     versions: list[int]  # when each rollout started
-    advantages: NDArray[np.float64]  # of each rollout, the mean over its traces
+    trace_advantages: list[NDArray[np.float64]]  # of each rollout, [its traces]
     samples: list[list[TrainSample]]  # of each rollout, those that are shipped
     num_failed: int
     is_frozen: bool = False  # sampled by a frozen model: never stale
+
+    @property
+    def advantages(self) -> NDArray[np.float64]:
+        """Of each rollout, the mean over its traces: 0 where what one agent wins the other loses."""
+        return np.asarray([each.mean() for each in self.trace_advantages])
 
     @property
     def oldest_version(self) -> int:
@@ -74,7 +79,7 @@ class Scorer:
             TaskRef(group.env, group.task),
             rollouts,
             group.versions,
-            advantages=np.asarray([each.mean() for each in advantages]),
+            trace_advantages=advantages,
             samples=[
                 [] if self._is_filtered(rollout, group.env) else self._train_samples(rollout, each, group.env)
                 for rollout, each in zip(rollouts, advantages, strict=True)

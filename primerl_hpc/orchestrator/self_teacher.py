@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 class SelfTeacher:
     def __init__(self, run: RunDir, recipe: Recipe, renderer: Any) -> None:
-        self.renderer, self.max_tokens = renderer, recipe.max_model_len - 1  # vLLM samples one
+        self.renderer, self.seq_len = renderer, recipe.seq_len
+        self.max_tokens = recipe.max_model_len - 1  # vLLM samples one
         self._scores = PromptLogprobs(recipe.policy_name, ensure_api_key(run))
 
     async def add_logprobs(
@@ -45,7 +46,7 @@ class SelfTeacher:
         version: int,
     ) -> None:
         """Give each sample ``ref_logprobs`` [N] of the live ``version``, which reads ``text`` first. Raises RolloutFailed."""
-        salt = f"{env.incarnation()}.{version}"
+        salt = f"{env.life()}.{version}"
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         branches = [path.branch for trace in traces for path in trained_branches(trace)]
         pairs = zip(rollout.samples, branches, strict=True)
@@ -54,7 +55,8 @@ class SelfTeacher:
     async def _score(self, sample: Sample, branch: Branch, text: str, url: str, salt: str) -> None:
         first = branch.sampled_mask.index(True)
         prompt = demonstrated_prompt(self.renderer, branch, text)
-        tokens = prompt + sample.token_ids[first:].tolist()
+        end = sample.tokens_within(self.seq_len)  # what lies beyond is not trained
+        tokens = prompt + sample.token_ids[first:end].tolist()
         if len(tokens) > self.max_tokens:
             raise RolloutFailed(
                 "TooLong",
@@ -63,7 +65,7 @@ class SelfTeacher:
             )
         found = await self._scores.of(url, tokens, cache_salt=salt)
         logprobs = np.zeros(sample.num_tokens, np.float32)
-        logprobs[first:] = found[len(prompt) :]
+        logprobs[first:end] = found[len(prompt) :]
         sample.ref_logprobs = np.where(sample.loss_mask, logprobs, np.float32(0))
 
     async def close(self) -> None:

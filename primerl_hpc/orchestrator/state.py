@@ -1,6 +1,6 @@
 """What a resumed orchestrator must know: taken right after a cut, put back before the first rollout.
 
-    state = LoopState(sampler, dispatcher, cutter, traces, evaluator)
+    state = LoopState(sampler, dispatcher, cutter, traces, eval_traces, evaluator)
     follower.remember(step, state.take(), cutter.queue)
     state.restore(run, step)
 
@@ -34,6 +34,7 @@ class LoopState:
     dispatcher: Dispatcher
     cutter: BatchCutter
     traces: TraceWriter
+    eval_traces: TraceWriter
     evaluator: Evaluator
     totals: dict[str, int] = field(default_factory=lambda: {"rollouts": 0, "tokens": 0})
 
@@ -54,6 +55,8 @@ class LoopState:
 
         Raises DataError when the checkpoint is not whole or is of other environments.
         """
+        done = self.evaluator.evaluated  # the others are done again, with all their rollouts
+        self.eval_traces.keep(lambda row: row.get("eval_version", row.get("version")) in done)
         if not step or "data" in run.fork_skips(step):
             self.traces.rewind(0)
             return
@@ -66,7 +69,8 @@ class LoopState:
                 str(error), mend="resume with the environments that the run was started with"
             ) from error
         self.cutter.scorer.restore(state["algorithms"])
-        if run.fork_note(step).exists():  # it may score and select otherwise than the run that these are of
+        is_fork = run.fork_note(step).exists()
+        if is_fork:  # it may score and select otherwise than the run that these are of
             self.sampler.give_back([group.task for group in queue])
             queue = []
         elif "evaluations" in state:  # earlier versions did not write it
@@ -74,5 +78,5 @@ class LoopState:
         self.cutter.restore(state["cutter"], queue)
         self.dispatcher.next_group = state["next_group"]
         self.totals.update(state["totals"])
-        self.traces.rewind(state["traces_bytes"])
+        self.traces.rewind(0 if is_fork else state["traces_bytes"])  # the other run has a file of its own
         logger.info("resuming after step %d with %d finished rollouts", step, self.cutter.num_queued)

@@ -2,7 +2,7 @@
 
     teacher = TeacherClient(run, recipe.teacher)            # raises ConfigError: no key
     await teacher.check({"opd"}, seq_len=2048, tokenizer=tokenizer)   # raises ConfigError: whatever would fail later
-    await teacher.add_logprobs(rollout)                     # opd: every sample gets ref_logprobs
+    await teacher.add_logprobs(rollout, seq_len=2048)       # opd: every sample gets ref_logprobs
     add_samples(rollout, episode, renderer)                 # sft_distill: the teacher's words as the student's tokens
 
 For opd it is vLLM with the policy's tokenizer; for sft_distill any chat-completions server will do.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
@@ -71,13 +72,15 @@ class TeacherClient:
         )
         return External(base_url=self.next_url(), key_variable=variable)
 
-    async def add_logprobs(self, rollout: Rollout) -> None:
-        """Give each sample ``ref_logprobs`` [N]. Raises RolloutFailed."""
-        found = await asyncio.gather(
-            *(self._scores.of(self.next_url(), sample.token_ids.tolist()) for sample in rollout.samples)
-        )
-        for sample, logprobs in zip(rollout.samples, found, strict=True):
-            sample.ref_logprobs = np.where(sample.loss_mask, logprobs, np.float32(0))
+    async def add_logprobs(self, rollout: Rollout, *, seq_len: int) -> None:
+        """Give each sample ``ref_logprobs`` [N]; what lies beyond ``seq_len`` is not trained, and 0. Raises RolloutFailed."""
+        await asyncio.gather(*(self._score(sample, seq_len) for sample in rollout.samples))
+
+    async def _score(self, sample: Sample, seq_len: int) -> None:
+        tokens = sample.token_ids[: sample.tokens_within(seq_len)].tolist()
+        logprobs = np.zeros(sample.num_tokens, np.float32)
+        logprobs[: len(tokens)] = await self._scores.of(self.next_url(), tokens)
+        sample.ref_logprobs = np.where(sample.loss_mask, logprobs, np.float32(0))
 
     async def close(self) -> None:
         await self._scores.close()
@@ -148,7 +151,8 @@ class TeacherClient:
 def add_samples(rollout: Rollout, episode: Episode[Any, Any, Any], renderer: Any) -> None:
     """The episode's paths as samples in the student's tokens; the loss mask marks what the teacher said.
 
-    A reply that several paths share is marked in the first of them only.
+    A reply that several paths share is marked in the first of them only. Of one that was cut off at its limit, the end that
+    the template gives it is not marked.
     """
     from renderers.base import build_training_sample
     from verifiers.v1.clients.train import tool_to_wire
@@ -157,21 +161,27 @@ def add_samples(rollout: Rollout, episode: Episode[Any, Any, Any], renderer: Any
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     for index, trace in enumerate(traces):
         seen: set[int] = set()
+        limited = [call.node for call in trace.calls if call.finish_reason == "length"]
+        cut = {id(trace.nodes[node]) for node in limited if node is not None}
         for branch in trace.branches:
             fresh = [node.sampled and id(node) not in seen for node in branch.nodes]
             seen |= {id(node) for node in branch.nodes}
             if not any(fresh):
                 continue
+            messages = [message_to_wire(node.message) for node in branch.nodes]
+            tools = [tool_to_wire(tool) for tool in branch.tools] or None
             rendered = build_training_sample(
                 renderer,
-                [message_to_wire(node.message) for node in branch.nodes],
-                tools=[tool_to_wire(tool) for tool in branch.tools] or None,
+                messages,
+                tools=tools,
                 message_loss_mask=[int(each) for each in fresh],
                 ensure_final_stop=True,
             )
             mask = np.asarray(rendered.loss_mask, dtype=np.bool_)
             mask[:1] = False  # nothing predicts the first token
             tokens = np.asarray(rendered.token_ids, dtype=np.int32)
+            if places := [place for place, node in enumerate(branch.nodes) if id(node) in cut]:
+                mask &= ~_unsaid(renderer, renderer.render(messages, tools=tools), tokens, places)
             rollout.samples.append(
                 Sample(tokens, mask, np.zeros(len(tokens), np.float32), temperature=1.0, trace=index)
             )
@@ -183,6 +193,24 @@ def add_samples(rollout: Rollout, episode: Episode[Any, Any, Any], renderer: Any
     ]
     rollout.output_tokens = sum(trace.output_tokens for trace in rollout.traces)
     rollout.input_tokens = sum(trace.input_tokens for trace in rollout.traces)
+
+
+def _unsaid(renderer: Any, rendered: Any, tokens: NDArray[np.int32], places: list[int]) -> NDArray[np.bool_]:
+    """What comes after the text of the messages at ``places``, and is theirs. [N], as ``tokens``.
+
+    ``rendered`` may lack the stop token at the end of ``tokens``. Of a renderer that does not tell text from template, the
+    whole message.
+    """
+    owner = np.full(len(tokens), max(rendered.message_indices))
+    owner[: len(rendered.message_indices)] = rendered.message_indices
+    is_text = np.zeros(len(tokens), np.bool_)
+    is_text[: len(rendered.is_content)] = rendered.is_content
+    is_text &= ~np.isin(tokens, renderer.get_stop_token_ids())
+    unsaid = np.zeros(len(tokens), np.bool_)
+    for place in places:
+        own = np.flatnonzero(owner == place)
+        unsaid[own] = own > max(own[is_text[own]], default=-1)
+    return unsaid
 
 
 def _lengths(samples: list[Sample]) -> dict[str, int]:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from primerl_hpc.common.files import append_line
 from primerl_hpc.orchestrator.trajectories import Rollout
@@ -28,6 +31,11 @@ class TraceWriter:
             os.truncate(self.path, size_bytes)
             self.size_bytes = size_bytes
 
+    def keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the other rows of the file, as `keep_rows` does."""
+        keep_rows(self.path, is_kept)
+        self.size_bytes = self.path.stat().st_size if self.path.exists() else 0
+
     def add(
         self,
         rollout: Rollout,
@@ -35,11 +43,13 @@ class TraceWriter:
         env: str,
         task: str,
         version: int,
-        advantage: float | None = None,
+        advantages: Sequence[float] | None = None,
         **more: Any,
     ) -> None:
-        """``version``: live when the rollout started; ``last_version`` when it ended."""
+        """``version``: live when the rollout started; ``last_version`` when it ended. ``advantages``: of its traces."""
         prompt, completion = rollout.text[:-1], rollout.text[-1:]
+        rewards = [trace.reward for trace in rollout.traces]
+        columns = [rollout.traces, rewards, *([] if advantages is None else [advantages])]
         self._append(
             {
                 "env": env,
@@ -48,10 +58,13 @@ class TraceWriter:
                 "last_version": rollout.last_version,
                 **more,
                 "reward": round(rollout.reward, DECIMALS),
-                "advantage": None if advantage is None else round(advantage, DECIMALS),
+                "advantage": None if advantages is None else round(float(np.mean(advantages)), DECIMALS),
                 "rewards": _rounded(rollout.rewards),
                 "metrics": _rounded(rollout.metrics),
-                "agents": [[trace.agent, round(trace.reward, DECIMALS)] for trace in rollout.traces],
+                "agents": [
+                    [trace.agent, *(round(float(value), DECIMALS) for value in values)]
+                    for trace, *values in zip(*columns, strict=True)
+                ],
                 "turns": rollout.num_turns,
                 "branches": len(rollout.samples),
                 "input_tokens": rollout.input_tokens,
@@ -81,6 +94,27 @@ class TraceWriter:
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
         self._lines.append(line)
         self.size_bytes += len(line.encode()) + 1
+
+
+def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the other rows of a file of traces, and what is none, in one piece; a missing file has no rows."""
+    is_whole, temporary = True, path.with_name(f"{path.name}.tmp")
+    try:
+        with path.open("rb") as rows, temporary.open("wb") as kept:
+            for line in rows:
+                try:
+                    is_good = is_kept(json.loads(line))
+                except ValueError:  # torn by whoever was killed while it wrote
+                    is_good = False
+                is_whole &= is_good
+                if is_good:
+                    kept.write(line)
+    except FileNotFoundError:
+        return
+    if is_whole:
+        temporary.unlink()
+    else:
+        os.replace(temporary, path)
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

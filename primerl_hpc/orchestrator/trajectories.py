@@ -63,6 +63,11 @@ class Sample:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def without_tokens(self) -> Sample:
+        """A sample of length 0 in its place."""
+        ids, mask, logprobs = self.token_ids[:0].copy(), self.loss_mask[:0].copy(), self.logprobs[:0].copy()
+        return Sample(ids, mask, logprobs, self.temperature, self.trace)
+
     def tokens_within(self, seq_len: int) -> int:
         """How many of them a row of ``seq_len`` tokens takes: an image is there as a whole or not at all."""
         if self.num_tokens <= seq_len:

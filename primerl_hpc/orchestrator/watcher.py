@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from primerl_hpc.common.errors import DataError, RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.leases import LEASE_REFRESH_S
-from primerl_hpc.common.patience import Patience
+from primerl_hpc.common.patience import Patience, outlast
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.fleet import Fleet, UpdateReport
 from primerl_hpc.transport.weights import Announcement, Source, WeightReader
@@ -73,7 +73,7 @@ class WeightWatcher:
     async def load_again(self, version: int) -> None:
         """`load` of an earlier version. Raises DataError or FileNotFoundError when it is not there any more."""
         is_base = version == 0 and self.base_model is not None
-        if not is_base and not await asyncio.to_thread(self.reader.has, version):
+        if not is_base and not await self._has(version):
             raise DataError(f"there are no weights of policy version {version}")
         await self.load(version)
 
@@ -82,19 +82,19 @@ class WeightWatcher:
             await self._until_written(version)
         source = await self._open(version)
         while not await self._is_served(source, version, await self.fleet.reconcile(source, version)):
-            self.reader.give_up(version)
+            self.reader.give_up(version, source)
             await self._until_written(version)
             source = await self._open(version)
-        self._live(source, version)
+        await self._live(source, version)
 
     async def watch(self) -> None:
         next_reconcile = time.monotonic() + RECONCILE_S
         patience = Patience("policy versions")
         while True:
-            newest = None
+            newest, may_update = None, self.may_update()  # asked first: what is newest then is loaded
             with patience:
                 newest = await asyncio.to_thread(self.reader.newest)
-            if not (may_update := self.may_update()):
+            if not may_update:
                 self.waiting_since = time.monotonic()
             if may_update and newest is not None and newest > self.version:
                 async with self._renewing():
@@ -128,7 +128,7 @@ class WeightWatcher:
 
     async def _update(self, newest: int) -> None:
         version = self.next_version(self.version, newest)
-        if version != newest and not await asyncio.to_thread(self.reader.has, version):
+        if version != newest and not await self._has(version):
             version = newest  # the one in between was not kept
         self.on_pending(version)
         start, paused_s = time.monotonic(), 0.0
@@ -138,19 +138,19 @@ class WeightWatcher:
             paused_s += report.seconds
             if await self._is_served(source, version, report):
                 break
-            version = await self._instead_of(version)
+            version = await self._instead_of(version, source)
         self.update_seconds.append(time.monotonic() - start)
         self.paused_seconds.append(paused_s)
         logger.info("policy v%d is live (%.2f s)", version, self.update_seconds[-1])
-        self._live(source, version)
+        await self._live(source, version)
 
-    async def _instead_of(self, version: int) -> int:
+    async def _instead_of(self, version: int, source: Source) -> int:
         """No engine can follow the links to ``version``; the trainer writes its newest one whole meanwhile."""
         logger.warning("policy v%d cannot be loaded: waiting for a whole version", version)
-        self.reader.close(version, self.holder)
-        self.reader.give_up(version)
+        await outlast(f"policy version {version}", lambda: self.reader.close(version, self.holder))
+        self.reader.give_up(version, source)
         deadline = time.monotonic() + self.engines_timeout_s
-        while ((newest := await asyncio.to_thread(self.reader.newest)) or 0) <= self.version:
+        while ((newest := await outlast("policy versions", self.reader.newest)) or 0) <= self.version:
             if time.monotonic() >= deadline:
                 raise TimeoutWaitingError(
                     f"policy version {version} is broken, and no whole one came within {self.engines_timeout_s:.0f} s",
@@ -169,7 +169,7 @@ class WeightWatcher:
         while not report.is_served:
             # from a folder that others took, a restarted engine can still come; what was sent is gone
             is_hopeless = not report.updated or isinstance(source, Announcement)
-            if report.is_refused and is_hopeless and self.reader.ask_for_whole():
+            if report.is_refused and is_hopeless and await self._ask_for_whole():
                 return False
             if time.monotonic() >= deadline:
                 faults = "; ".join(report.failed.values()) or "none is there"
@@ -180,7 +180,7 @@ class WeightWatcher:
             await asyncio.sleep(POLL_S)
             report = await self.fleet.reconcile(source, version)
         if report.is_refused:
-            self.reader.ask_for_whole()  # for those that are left behind
+            await self._ask_for_whole()  # for those that are left behind
         for process, fault in report.failed.items():
             logger.warning(
                 "%s is left behind at policy v%d and will be restarted: %s", process, version, fault
@@ -191,13 +191,11 @@ class WeightWatcher:
         """Engines that were restarted meanwhile start at some version of their own: bring them to the live one."""
         is_old = time.monotonic() - self._leased_at > LEASE_REFRESH_S
         # what was sent may be nowhere but in engines, until somebody asks for it
-        is_there = not isinstance(self._source, Announcement) or await asyncio.to_thread(
-            self.reader.has, self.version
-        )
+        is_there = not isinstance(self._source, Announcement) or await self._has(self.version)
         if is_old and is_there:
             self._source = await self._open(self.version)
         report = await self.fleet.reconcile(self._source, self.version)
-        if report.is_refused and self.reader.ask_for_whole():
+        if report.is_refused and await self._ask_for_whole():
             self._leased_at = 0.0  # look again: it may be there whole by then
 
     async def _open(self, version: int) -> Source:
@@ -205,7 +203,13 @@ class WeightWatcher:
         self._leased_at, self._opened = time.monotonic(), version
         if version == 0 and self.base_model is not None:
             return self.base_model
-        return await asyncio.to_thread(self.reader.open, version, self.holder)
+        return await outlast(f"policy version {version}", lambda: self.reader.open(version, self.holder))
+
+    async def _has(self, version: int) -> bool:
+        return await outlast("policy versions", lambda: self.reader.has(version))
+
+    async def _ask_for_whole(self) -> bool:
+        return await outlast("what the trainer is asked", self.reader.ask_for_whole)
 
     @asynccontextmanager
     async def _renewing(self) -> AsyncIterator[None]:
@@ -226,7 +230,7 @@ class WeightWatcher:
     async def _until_written(self, version: int) -> None:
         """The trainer starts beside us, and writes v0 of adapters, and what a resumed run begins with, if it is not there whole."""
         deadline = time.monotonic() + self.engines_timeout_s
-        while not await asyncio.to_thread(self.reader.has, version):
+        while not await self._has(version):
             if time.monotonic() >= deadline:
                 raise TimeoutWaitingError(
                     f"waited {self.engines_timeout_s:.0f} s for the trainer to write policy version {version}",
@@ -234,10 +238,10 @@ class WeightWatcher:
                 )
             await asyncio.sleep(POLL_S)
 
-    def _live(self, source: Source, version: int) -> None:
+    async def _live(self, source: Source, version: int) -> None:
         previous, self.version, self._source = self.version, version, source
         self.waiting_since = time.monotonic()
-        write_json(self.run.live_version, {"version": version})
+        await outlast("the live version", lambda: write_json(self.run.live_version, {"version": version}))
         if previous >= 0 and previous != version:
-            self.reader.close(previous, self.holder)
+            await outlast(f"policy version {previous}", lambda: self.reader.close(previous, self.holder))
         self.on_live(version)

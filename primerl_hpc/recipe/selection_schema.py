@@ -66,7 +66,7 @@ class RewardRange(Block):
 
 
 class AdvantageRange(Block):
-    """Turns away groups all of whose advantages are in the range; the default turns away those without a signal."""
+    """Turns away groups all of whose advantages, of every agent in every rollout, are in the range; the default turns away those without a signal."""
 
     type: Literal["advantage_range"] = "advantage_range"
     reject_min: Float = 0.0

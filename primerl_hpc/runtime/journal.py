@@ -23,15 +23,12 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.events import record_event
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.patience import FULL, Patience
+from primerl_hpc.common.patience import AGAIN_S, FALTERS_S, FULL, Patience
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.runtime.failures import supervisor_failure, write_failure
 from primerl_hpc.runtime.reserve import Reserve
 
 T = TypeVar("T")
-FALTERS_S = 60.0
-"""How long the run directory may answer with errors before that ends the run."""
-AGAIN_S = 0.25
 
 logger = logging.getLogger(__name__)
 

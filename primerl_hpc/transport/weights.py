@@ -120,5 +120,8 @@ class WeightReader(Protocol):
     def ask_for_whole(self) -> bool:
         """An engine could not follow the links. Whether the trainer will write a whole version, its newest, for this."""
 
-    def give_up(self, version: int) -> None:
-        """No engine could load this version, as it is now: it counts as one that cannot be opened."""
+    def give_up(self, version: int, source: Source) -> None:
+        """No engine could load this version from what `open` gave: as it is now, it counts as one that cannot be opened.
+
+        Raises DataError when nothing better will come.
+        """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.transport.weights import Announcement, Source
@@ -75,14 +74,11 @@ class BroadcastWeightReader(FilesystemWeightReader):
         write_text(self.run.full_weights_request, "")
         return True
 
-    def give_up(self, version: int) -> None:
-        found = read_announcement(self.run)
-        if found is not None and found[0].version == version:
-            self._given_up.add(found[0])
-        elif version in self.versions():
-            raise DataError(
-                f"no engine takes policy version {version}", place=str(self.run.weights_step(version))
-            )
+    def give_up(self, version: int, source: Source) -> None:
+        """What was sent may come as a folder; a folder is all there is."""
+        if not isinstance(source, Announcement):
+            super().give_up(version, source)
+        self._given_up.add(source)
 
     def _announced(self) -> Announcement | None:
         found = read_announcement(self.run)

@@ -25,7 +25,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import is_there, read_json, write_text
 from primerl_hpc.common.leases import renew_lease
 from primerl_hpc.common.rundir import STABLE, RunDir
-from primerl_hpc.transport.weights import Chain
+from primerl_hpc.transport.weights import Chain, Source
 from primerl_hpc.transport.weights_filesystem import (
     MANIFEST,
     FilesystemWeightReader,
@@ -140,7 +140,7 @@ class DeltaWeightReader(FilesystemWeightReader):
         write_text(self.run.full_weights_request, "")
         return True
 
-    def give_up(self, version: int) -> None:
+    def give_up(self, version: int, source: Source) -> None:
         """A whole version of the same number that is written later counts again."""
         if version in self._folders():
             self._bad_folders.add(version)

@@ -29,6 +29,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, is_there, read_json, write_json, write_text
 from primerl_hpc.common.leases import lease_path, renew_lease
 from primerl_hpc.common.rundir import STABLE, RunDir
+from primerl_hpc.transport.weights import Source
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -186,8 +187,8 @@ class FilesystemWeightReader:
     def ask_for_whole(self) -> bool:
         return False  # they all are
 
-    def give_up(self, version: int) -> None:
-        raise AssertionError("nothing better will come: all versions are whole")
+    def give_up(self, version: int, source: Source) -> None:
+        raise DataError(f"no engine takes policy version {version}", place=str(source))
 
     def open(self, version: int, reader: str) -> Any:
         """Its folder, see `WeightReader.open`. A lagging filesystem is waited for; then DataError names marker and file."""
@@ -242,13 +243,3 @@ def wait_while(fault: Callable[[], str], lag_s: float) -> str:
     while (found := fault()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
-
-
-def verify_checksums(folder: Path) -> None:
-    """Read every file and compare its CRC-32 with the manifest. Raises DataError naming the first that differs."""
-    for entry in read_json(folder / MANIFEST)["files"]:
-        if (found := crc32_of_file(folder / entry["name"])) != entry["crc32"]:
-            raise DataError(
-                f"CRC-32 is {found:08x}, its manifest says {entry['crc32']:08x}",
-                place=str(folder / entry["name"]),
-            )

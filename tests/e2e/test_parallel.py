@@ -22,11 +22,10 @@ from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.common.rundir import RunDir  # noqa: E402
 from primerl_hpc.launch.merge import merge_adapter  # noqa: E402
-from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E402
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
-from tests.support import ROOT, make_tiny_model  # noqa: E402
+from tests.support import ROOT, make_tiny_model, verify_checksums  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 

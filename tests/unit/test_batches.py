@@ -220,6 +220,14 @@ def test_too_many_failed_rollouts_end_the_run():
     assert caught.value.exit_code == ExitCode.NO_CONTINUE
 
 
+def test_rollouts_that_others_deaths_took_do_not_end_the_run():
+    made = cutter(max_error_fraction=0.5)
+    for _ in range(20):
+        lost = group([], failed=2)
+        lost.num_faulted = 2
+        assert made.add(lost) is None
+
+
 def test_failed_rollouts_below_the_limit_are_borne():
     made = cutter(max_error_fraction=0.5)
     for _ in range(200):

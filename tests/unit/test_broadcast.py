@@ -225,7 +225,7 @@ def test_a_folder_goes_before_an_announcement_of_the_same_version(tmp_path: Path
     announce(run, two, is_open=True)
     assert reader.newest() == 2 and reader.has(2) and reader.open(2, "me") == two
     assert from_body(to_body(Seats("h", 5, "g", 1, 2), 2)) == (Seats("h", 5, "g", 1, 2), 2)
-    reader.give_up(2)
+    reader.give_up(2, two)
     assert reader.newest() == 1 and not reader.has(2)
     announce(run, two, is_open=False)
     write_whole(run, 2)

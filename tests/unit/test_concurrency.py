@@ -237,6 +237,13 @@ def test_many_preemptions_shrink_the_limit_and_few_or_a_restarted_engines_counte
     assert made.observe(quiet(preemptions=9), in_flight=100, finished=0).limit == 80
 
 
+def test_an_engine_that_misses_a_look_brings_no_preemptions_back():
+    made = controller(start=100)
+    for engines, preemptions in ((2, 500), (1, 200), (2, 501)):
+        load = quiet(num_engines=engines, preemptions=preemptions)
+        assert made.observe(load, in_flight=100, finished=100).verdict is Verdict.HOLD
+
+
 def test_only_a_queue_that_stays_shrinks_the_limit():
     made = controller(start=80)
     for _ in range(5):

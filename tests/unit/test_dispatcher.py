@@ -57,12 +57,27 @@ def test_failed_rollout_is_retried_then_left_out():
 
 
 def test_engine_faults_cost_no_retry_but_are_not_endless():
-    dispatcher = make(group_size=1, batch_size=1, max_in_flight=1, max_retries=0)
+    dispatcher = make(group_size=1, batch_size=1, max_in_flight=2, max_retries=0)
+
+    def fault_while_another_succeeds():
+        killer, *others = sorted(dispatcher.next_starts(0), key=lambda start: start.group_id)
+        assert killer.group_id == 0
+        dispatcher.finished(others[0].rollout_id, "a")
+        return dispatcher.failed(killer.rollout_id, is_fault=True)
+
     for _ in range(MAX_FAULTS_PER_MEMBER):
+        assert fault_while_another_succeeds() is None
+    group = fault_while_another_succeeds()
+    assert (group.num_failed, group.num_faulted) == (1, 1)
+
+
+def test_an_outage_of_any_length_costs_nothing():
+    dispatcher = make(group_size=1, batch_size=1, max_in_flight=1, max_retries=0)
+    for _ in range(3 * MAX_FAULTS_PER_MEMBER):
         (start,) = dispatcher.next_starts(0)
         assert dispatcher.failed(start.rollout_id, is_fault=True) is None
     (start,) = dispatcher.next_starts(0)
-    assert dispatcher.failed(start.rollout_id, is_fault=True).num_failed == 1
+    assert dispatcher.finished(start.rollout_id, "a").num_failed == 0
 
 
 def test_gate_closes_when_the_lead_exceeds_one_and_opens_with_the_next_version():
@@ -139,6 +154,14 @@ def test_the_youngest_groups_are_taken_back_whole_and_evaluations_stay():
     assert dispatcher.in_flight == 6
     assert len(dispatcher.cancel_youngest(100)) == 1
     assert dispatcher.in_flight == 2  # the evaluation's
+
+
+def test_what_a_frozen_model_samples_is_not_taken_back_from_overfull_engines():
+    tasks = iter([TaskRef(0, 0), TaskRef(1, 0), TaskRef(0, 1), TaskRef(1, 1)])
+    dispatcher = make(next_task=lambda: next(tasks), max_in_flight=16, frozen_envs=frozenset({1}))
+    dispatcher.next_starts(0)
+    assert [cancel.task for cancel in dispatcher.cancel_youngest(5)] == [TaskRef(0, 1), TaskRef(0, 0)]
+    assert dispatcher.in_flight == 8 and dispatcher.versions_in_flight() == []
 
 
 def test_an_environment_at_its_limit_holds_its_turn_so_that_ratios_stay():

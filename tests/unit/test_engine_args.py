@@ -187,10 +187,18 @@ def test_what_prefill_cannot_go_with_is_refused(changes: dict[str, Any], says: s
 
 
 def test_extra_arguments_pass_through_and_win() -> None:
-    extra = {"max-num-seqs": 64, "enable_prefix_caching": False, "--quantization": "fp8"}
+    extra = {
+        "max-num-seqs": 64,
+        "enable_prefix_caching": False,
+        "no-async-scheduling": False,
+        "disable-log-stats": False,
+        "--quantization": "fp8",
+    }
     found = flags(engine_args(recipe(inference={"extra_args": extra}), model_path="m", accelerator="gpu"))
     assert (found["max-num-seqs"], found["quantization"]) == ("64", "fp8")
-    assert "enable-prefix-caching" not in found
+    assert "enable-prefix-caching" not in found and found["no-enable-prefix-caching"] is True
+    assert found["async-scheduling"] is True
+    assert not {"disable-log-stats", "no-disable-log-stats"} & found.keys()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from primerl_hpc.common import env
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.envs import judges
 from primerl_hpc.orchestrator import env_client
@@ -23,6 +24,7 @@ from primerl_hpc.orchestrator.env_client import (
     EnvServerError,
     external_client,
     external_sampling_config,
+    sampling_config,
 )
 from primerl_hpc.recipe.evaluation_schema import External
 from primerl_hpc.recipe.rollout_schema import Environment, Sampling
@@ -250,3 +252,13 @@ def test_a_judge_is_followed_beyond_a_file_that_cannot_be_read(
     assert config.base_url == "http://new/v1"
     (said,) = warnings_of(caplog)
     assert "judge-0" in said
+
+
+def test_no_life_of_the_orchestrator_meets_prefixes_of_another(monkeypatch):
+    salts = set()
+    for attempt in "12":
+        for incarnation in "01":
+            monkeypatch.setenv(env.ATTEMPT, attempt)
+            monkeypatch.setenv(env.INCARNATION, incarnation)
+            salts |= {sampling_config(Sampling(), version).model_dump()["cache_salt"] for version in (0, 1)}
+    assert len(salts) == 8

@@ -32,7 +32,8 @@ from primerl_hpc.launch.evaluate import EvalRequest, check_same, load_evaluation
 from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.observe.scores import score_text, write_figure
 from primerl_hpc.orchestrator.env_client import external_sampling_config
-from primerl_hpc.orchestrator.evaluate import Versions, drop_unscored, is_run_over
+from primerl_hpc.orchestrator.evaluate import Versions, is_run_over
+from primerl_hpc.orchestrator.traces import keep_rows
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.evaluation_schema import Evaluation
 from primerl_hpc.recipe.load import load_recipe
@@ -365,7 +366,7 @@ def test_rollouts_of_unfinished_pairs_are_dropped_and_run_again(tmp_path: Path) 
     path = tmp_path / "eval.jsonl"
     for version, label in ((0, "a"), (0, "b"), (10, "a")):
         append_json(path, {"env": label, "version": version, "reward": 1.0})
-    drop_unscored(path, {(0, "a"), (10, "a")})
+    keep_rows(path, lambda row: (row["version"], row["env"]) in {(0, "a"), (10, "a")})
     assert [(row["version"], row["env"]) for row in read_jsonl(path)] == [(0, "a"), (10, "a")]
 
 

@@ -12,7 +12,8 @@ import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
@@ -20,6 +21,7 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.inference import routes
 from primerl_hpc.orchestrator.fleet import Fleet, parse_metrics
+from tests.unit.test_prefill import listening
 
 KEY = "the key of the run"
 
@@ -109,11 +111,7 @@ def test_an_update_pauses_loads_and_resumes_every_engine(tmp_path: Path) -> None
     async def check() -> None:
         async with serving(tmp_path, "inference-0", "inference-1", recompute_kv=True) as (_, fleet, engines):
             report = await fleet.update("/w/step_3", 3)
-            assert (report.updated, report.failed, report.is_complete) == (
-                ("inference-0", "inference-1"),
-                {},
-                True,
-            )
+            assert (report.updated, report.failed) == (("inference-0", "inference-1"), {})
             for engine in engines:
                 load = ("primerl_update_weights", "/w/step_3", 3)
                 assert engine.engine.calls == [("pause", "keep", True), load, ("resume",)]
@@ -161,7 +159,7 @@ def test_an_engine_that_alone_refuses_is_restarted_after_its_retries(tmp_path: P
             engines[1].engine.bad["/w/step_1"] = "refuse"
             report = await fleet.update("/w/step_1", 1)
             assert report.updated == ("inference-0",)
-            assert not report.is_complete
+            assert set(report.failed) == {"inference-1"}
             request = read_json(run.restart_request("inference-1"))
             assert "bad" in request["reason"]
             assert not run.restart_request("inference-0").exists()
@@ -211,6 +209,63 @@ def test_an_engine_that_dies_during_the_update_is_not_asked_to_restart(tmp_path:
             report = await fleet.update("/w/step_1", 1)
             assert "died" in report.failed["inference-0"]
             assert not run.restart_request("inference-0").exists()
+
+    asyncio.run(check())
+
+
+def test_an_engine_whose_node_is_lost_holds_an_update_up_no_longer_than_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primerl_hpc.orchestrator.fleet.LOOK_S", 0.05)
+
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", "inference-1", attempts=1) as (run, fleet, engines):
+            loads, is_back = asyncio.Event(), asyncio.Event()
+            collective_rpc = engines[1].engine.collective_rpc
+
+            async def hangs(*args: Any, **kwargs: Any) -> Any:
+                loads.set()
+                await is_back.wait()
+                return await collective_rpc(*args, **kwargs)
+
+            engines[1].engine.collective_rpc = hangs
+            update = asyncio.create_task(fleet.update("/w/step_1", 1))
+            await loads.wait()
+            run.endpoint("inference-1").unlink()
+            try:
+                report = await asyncio.wait_for(update, 30)
+            finally:
+                is_back.set()
+            assert report.updated == ("inference-0",)
+            assert "ended meanwhile" in report.failed["inference-1"]
+            assert not run.restart_request("inference-1").exists()
+
+    asyncio.run(check())
+
+
+def test_more_engines_than_a_hundred_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    run, num_engines = RunDir(tmp_path), 120
+    there: list[Request] = []
+    all_there = asyncio.Event()
+
+    async def pause(request: Request) -> JSONResponse:
+        there.append(request)
+        if len(there) == num_engines:
+            all_there.set()
+        await all_there.wait()
+        return JSONResponse({"paused": True})
+
+    async def check() -> None:
+        async with listening(Starlette(routes=[Route("/pause", pause, methods=["POST"])])) as url:
+            for index in range(num_engines):
+                publish_endpoint(run, f"inference-{index}", url)
+            fleet = Fleet(run, KEY)
+            asked = fleet._ask([*fleet.policy().values()], "/pause", {}, 30.0)
+            try:
+                assert await asyncio.wait_for(asked, 20) == [None] * num_engines
+            finally:
+                all_there.set()
+                await fleet.close()
 
     asyncio.run(check())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator import driver as driver_module
 from primerl_hpc.orchestrator import loop as loop_module
 from primerl_hpc.orchestrator.checkpoints import CheckpointFollower
-from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
+from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split, Start
 from primerl_hpc.orchestrator.driver import RolloutDriver, where_to_look
 from primerl_hpc.orchestrator.engines import EngineWatch
 from primerl_hpc.orchestrator.evals import Evaluator
@@ -139,6 +140,33 @@ def test_faults_one_after_another_without_a_success_end_the_run(tmp_path: Path, 
     fail(tmp_path, clock, [60.0 * minute for minute in range(31)])
     with pytest.raises(RoleError, match=r"no rollout succeeded for 1860 s.*see logs/latest/envs/train/a"):
         fail(tmp_path, clock, [60.0 * minute for minute in range(32)])
+
+
+def test_an_outage_shorter_than_the_timeout_loses_no_group(tmp_path: Path, clock: Clock) -> None:
+    run, made = RunDir(tmp_path), recipe()
+    clock.now = 1.0
+    tasks = TaskSampler([1000], [1.0], seed=0)
+    dispatcher = Dispatcher(
+        next_task=tasks.next,
+        group_size=8,
+        batch_size=16,
+        max_in_flight=32,
+        max_off_policy_steps=1,
+        last_step=9,
+    )
+    evaluator = Evaluator(made.environments, [1], 9, set())
+    started: list[Start] = []
+    runner = SimpleNamespace(start=started.append, wake=lambda: None)
+    driver = RolloutDriver(run, made, dispatcher, evaluator, runner, RouterAddress(run, "http://h"))  # type: ignore[arg-type]
+    driver.open_evaluation(0)
+    while clock.now < made.timeouts.inference_ready_s:
+        driver.dispatch(0)
+        for start in started:
+            outcome = replace(ended("TeacherError: refused", start.split), rollout_id=start.rollout_id)
+            assert driver._group_of(outcome) is None
+        started.clear()
+        clock.now += 1.0
+    assert dispatcher.counters.groups_started == 5 and dispatcher.counters.groups_finished == 0
 
 
 OPD, DISTILLED = {"algorithm": {"type": "opd"}}, {"algorithm": {"type": "sft_distill"}}

@@ -128,6 +128,26 @@ def test_metrics_of_a_batch(metrics, name, value):
     assert metrics[name] == pytest.approx(value)
 
 
+def test_a_batch_that_a_frozen_model_sampled_has_trained_tokens_and_no_age():
+    recipe = Recipe.model_validate(
+        {
+            **RECIPE.model_dump(exclude_unset=True),
+            "algorithm": {"type": "sft_distill"},
+            "teacher": {"model": {"name": "t"}},
+            "environments": {"train": [{"id": "words"}, {"id": "nim", "algorithm": {"type": "grpo"}}]},
+        }
+    )
+    cutter = BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+    cutter.add(group(1, [rollout(1.0), rollout(0.0)], version=7))
+    cutter.add(group(0, [rollout(1.0)], version=0))
+    cut = cutter.take(9, 0)
+    cutter.pack(cut)
+    told = batch_metrics(cut, idle_dispatcher())
+    assert (told["batch/trained_tokens"], told["batch/rollouts"]) == (8, 4)
+    assert (told["off_policy/max"], cut.info.policy_version_min, cut.queued_versions) == (1, 7, [])
+
+
 def test_distributions_have_mean_bounds_and_tails(metrics):
     for name in ("reward", "completion_tokens", "prompt_tokens", "turns", "branches", "rollout_s"):
         for suffix in ("", "/words", "/nim"):
@@ -141,6 +161,35 @@ def test_rollouts_of_equal_reward_are_described_but_not_as_effective():
     groups = cutter.take(1, 0).groups
     assert group_metrics(groups)["reward/mean"] == 0.75
     assert effective_metrics(groups)["effective/reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize("how", ["refilled", "turned away"])
+def test_groups_that_were_passed_over_count_among_all_and_not_as_effective(how):
+    rollouts = {"zero_advantage": "refill"} if how == "refilled" else {}
+    gates = [] if how == "refilled" else [{"type": "advantage_range"}]
+    recipe = Recipe.model_validate(
+        {
+            **RECIPE.model_dump(exclude_unset=True),
+            "rollouts": {"batch_size": 4, "group_size": 2, **rollouts},
+            "environments": {"train": [{"id": "words", "gates": gates}, {"id": "nim", "gates": gates}]},
+        }
+    )
+    cutter = BatchCutter(recipe.rollouts, Scorer(recipe), seq_len=16, num_ranks=1, env_names=["words", "nim"])
+    for env, rewards in ((0, (1.0, 1.0)), (1, (0.0, 0.0)), (0, (1.0, 1.0)), (0, (1.0, 0.0)), (0, (1.0, 0.0))):
+        cutter.add(group(env, [rollout(reward, samples=2) for reward in rewards], version=0))
+    cut = cutter.take(1, 0)
+    told = batch_metrics(cut, idle_dispatcher())
+    assert (told["solve_all"], told["solve_none"], told["solve_some"]) == (0.4, 0.2, 0.4)
+    assert (told["reward/mean"], told["reward/nim/mean"], told["effective/reward/mean"]) == (0.6, 0.0, 0.5)
+    assert (told["batch/rollouts"], told["batch/rollouts_passed_over"], told["branches/mean"]) == (4, 6, 2)
+    assert (told["batch/words/ratio"], told["batch/nim/ratio"]) == (1.0, 0.0)
+    assert not any(
+        sample.num_tokens for each in cut.tally.passed_over for one in each.rollouts for sample in one.samples
+    )
+    for _ in range(2):
+        cutter.add(group(0, [rollout(1.0), rollout(0.0)], version=0))
+    cut = cutter.take(2, 0)
+    assert batch_metrics(cut, idle_dispatcher())["solve_all"] == 0.0  # told once
 
 
 def test_an_environment_that_lost_every_group_shows_its_errors():
@@ -168,12 +217,12 @@ def test_every_rollout_is_a_line_and_so_is_every_failure(tmp_path):
     writer = TraceWriter(tmp_path / "train.jsonl")
     played = game(1.0)
     played.text = [{"role": "user", "content": "5 stones"}, {"role": "assistant", "content": "1"}]
-    writer.add(played, env="nim", task="5 stones", version=3, advantage=0.12345, group=7)
+    writer.add(played, env="nim", task="5 stones", version=3, advantages=[0.12345, 0.0], group=7)
     writer.add_failure(env="nim", task="7 stones", version=3, error="NoReward: none")
     writer.flush()
     row, failure = read_jsonl(tmp_path / "train.jsonl")
-    assert row["agents"] == [["first", 1.0], ["second", -1.0]]
-    assert (row["prompt"], row["completion"], row["advantage"]) == ("5 stones", "1", 0.1235)
+    assert row["agents"] == [["first", 1.0, 0.1235], ["second", -1.0, 0.0]]
+    assert (row["prompt"], row["completion"], row["advantage"]) == ("5 stones", "1", 0.0617)
     assert (row["turns"], row["branches"], row["output_tokens"], row["group"]) == (3, 2, 4, 7)
     assert failure == json.loads(
         '{"env": "nim", "task": "7 stones", "version": 3, "error": "NoReward: none"}'

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.files import write_json, write_text
-from primerl_hpc.common.patience import Patience
+from primerl_hpc.common.patience import Patience, outlast
 from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.orchestrator.checkpoints import SIDES, CheckpointFollower
 from primerl_hpc.orchestrator.fleet import Fleet
@@ -21,6 +21,8 @@ from primerl_hpc.orchestrator.setup import ROUTER, RouterAddress
 from primerl_hpc.orchestrator.teacher import TeacherClient
 from primerl_hpc.orchestrator.traces import TraceWriter
 from primerl_hpc.recipe.model_schema import Teacher
+from primerl_hpc.transport.rollouts import StepInfo, empty_row
+from primerl_hpc.transport.rollouts_filesystem import FilesystemReceiver, FilesystemSender
 
 TOLD = "trying again"
 
@@ -98,6 +100,38 @@ def test_traces_that_cannot_be_appended_now_are_kept(tmp_path):
     writer.add_failure(env="e", task="2", version=0, error="x")
     writer.flush()
     assert [line.split('"task":')[1][1] for line in writer.path.read_text().splitlines()] == ["1", "2"]
+
+
+def test_a_batch_that_cannot_be_written_now_is_sent_when_the_filesystem_answers(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("primerl_hpc.common.patience.AGAIN_S", 0.01)
+    run = RunDir(tmp_path)
+    write_text(run.rollouts, "in the way")
+
+    async def check() -> None:
+        sending = asyncio.create_task(
+            outlast("a batch", lambda: FilesystemSender(run).send(StepInfo(1), [[empty_row()]]))
+        )
+        async with asyncio.timeout(60):
+            while TOLD not in caplog.text:
+                await asyncio.sleep(0.01)
+            run.rollouts.unlink()
+            await sending
+
+    asyncio.run(check())
+    assert FilesystemReceiver(run).is_ready(1)
+
+
+def test_what_does_not_end_within_the_limit_is_not_outlasted(monkeypatch):
+    monkeypatch.setattr("primerl_hpc.common.patience.FALTERS_S", 0.0)
+    monkeypatch.setattr("primerl_hpc.common.patience.AGAIN_S", 0.01)
+
+    def act() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input"):
+        asyncio.run(outlast("a batch", act))
 
 
 def test_a_full_disk_is_no_moments_fault():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_jsonl, write_json
+from primerl_hpc.common.metrics import MetricsWriter, read_steps
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.orchestrator.batches import BatchCutter, Cut
 from primerl_hpc.orchestrator.checkpoints import QUEUE, SIDES, CheckpointFollower, load_queue, load_state
@@ -125,6 +129,22 @@ def test_groups_come_back_as_they_were(tmp_path_factory, seed, sizes, algorithm)
     assert [each.name for each in path.parent.iterdir()] == [QUEUE]
 
 
+def test_a_queue_of_an_earlier_version_has_a_rollouts_mean_advantage(tmp_path):
+    path, rng = tmp_path / QUEUE, np.random.default_rng(0)
+    group = Group(0, Split.TRAIN, 0, 7, 2, to_start=0, retries_left=0)
+    group.results, group.versions = [make_rollout(reward, rng) for reward in (0.0, 1.0)], [0, 0]
+    scored = Scorer(make_recipe("grpo")).score(group)
+    write_queue(path, [scored])
+    with safe_open(path, framework="np") as file:
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no Mapping)
+    (row,) = json.loads(header["groups"])
+    del row["trace_advantages"]
+    save_file(tensors, path, {**header, "groups": json.dumps([{**row, "advantages": [-0.5, 0.5]}])})
+    (found,) = read_queue(path)
+    assert found.advantages.tolist() == [-0.5, 0.5] == [each.item() for each in found.trace_advantages]
+
+
 class Life:
     """The loop's parts without engines and clock: the reward of a rollout is a function of its task and its place in the group."""
 
@@ -146,8 +166,13 @@ class Life:
             recipe.rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=["reverse-text"]
         )
         self.traces = TraceWriter(run.traces("train"))
-        self.evaluator = Evaluator(recipe.environments, [1], recipe.steps, set())
-        self.state = LoopState(self.sampler, self.dispatcher, self.cutter, self.traces, self.evaluator)
+        self.eval_traces = TraceWriter(run.traces("eval"))
+        self.evaluator = Evaluator(
+            recipe.environments, [1], recipe.steps, set(read_steps(run.metrics("eval")))
+        )
+        self.state = LoopState(
+            self.sampler, self.dispatcher, self.cutter, self.traces, self.eval_traces, self.evaluator
+        )
         self.follower = CheckpointFollower(run, "trainer-0", resumed)
         self.in_flight: list = []
         self.batches: list[Cut] = []
@@ -279,6 +304,27 @@ def test_a_fork_begins_queued_tasks_anew(tmp_path):
     second = Life(run, recipe, resumed=2)
     assert second.cutter.num_queued == 0
     assert [second.sampler.next() for _ in queued] == queued
+    assert list(read_jsonl(run.traces("train"))) == []  # the size that was saved is of the other run's file
+
+
+@pytest.mark.parametrize("resumed", [0, 2])
+def test_rollouts_of_an_evaluation_that_is_done_again_are_traced_once(tmp_path, resumed):
+    run, recipe = RunDir(tmp_path), make_recipe()
+    first = Life(run, recipe)
+    first.collect(2)
+    first.save(2)
+    rng = np.random.default_rng(0)
+    for version in (0, 2):
+        rollout = make_rollout(1.0, rng, version)
+        first.eval_traces.add(rollout, env="e", task="1", version=version, eval_version=version)
+        first.eval_traces.add_failure(env="e", task="1", version=version, error="x")
+    first.eval_traces.flush()
+    with run.traces("eval").open("a") as file:
+        file.write('{"env": "e", "ta')  # killed while it wrote
+    MetricsWriter(run.metrics("eval")).write(0, {})
+    Life(run, recipe, resumed=resumed)
+    assert [row["version"] for row in read_jsonl(run.traces("eval"))] == [0, 0]
+    assert [path.name for path in run.traces("eval").parent.glob("eval*")] == ["eval.jsonl"]
 
 
 def test_evaluations_that_were_open_at_a_checkpoint_are_missed_by_the_next_life(tmp_path):

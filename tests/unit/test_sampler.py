@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from primerl_hpc.orchestrator.sampler import TaskRef, TaskSampler
+from primerl_hpc.recipe.selection_schema import DifficultyPools, Sequential, Shuffled
 
 
 def draw(sampler: TaskSampler, count: int) -> list[TaskRef]:
@@ -45,3 +46,18 @@ def test_state_of_another_task_set_is_refused():
     state = TaskSampler([7], [1.0], 0).state([])
     with pytest.raises(ValueError, match="7"):
         TaskSampler([8], [1.0], 0).restore(state)
+
+
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+@pytest.mark.parametrize(("was", "now"), [(Shuffled(), DifficultyPools()), (DifficultyPools(), Shuffled())])
+def test_a_curriculum_of_another_type_begins_anew(was, now, is_of_an_earlier_version, caplog):
+    before, after = (TaskSampler([5, 5], [1.0, 1.0], 0, [Sequential(), config]) for config in (was, now))
+    for _ in range(7):
+        before.next()
+    state = json.loads(json.dumps(before.state([TaskRef(1, 3)])))
+    if is_of_an_earlier_version:
+        del state["curriculum_types"]
+    after.restore(state)
+    assert after.epochs() == [before.epochs()[0], 0.0] and before.epochs()[1] > 0
+    assert after.next() == TaskRef(1, 3)
+    assert f"is {now.type}: it begins anew" in caplog.text

@@ -33,9 +33,10 @@ def detects(each: Rollout, **config) -> bool:
     return make_filter(TypeAdapter(RolloutFilter).validate_python(config), VOCAB)(each)
 
 
-def admits(rewards: list[float], advantages: list[float], **config) -> bool:
+def admits(rewards: list[float], advantages: list[float] | list[list[float]], **config) -> bool:
     rollouts = [rollout(reward=reward) for reward in rewards]
-    group = ScoredGroup(0, TaskRef(0, 0), rollouts, [0] * len(rewards), np.array(advantages), [], 0)
+    traces = [np.atleast_1d(np.asarray(each, np.float64)) for each in advantages]
+    group = ScoredGroup(0, TaskRef(0, 0), rollouts, [0] * len(rewards), traces, [], 0)
     return make_gate(TypeAdapter(Gate).validate_python(config))(group)
 
 
@@ -103,6 +104,8 @@ def test_reward_range_is_online_difficulty_filtering(rewards, found):
 @pytest.mark.parametrize(
     ("advantages", "config", "found"),
     [
+        ([[0.5, -0.5], [0.0, 0.0]], {}, True),  # a game with two trained players
+        ([[0.0, 0.0], [0.0, 0.0]], {}, False),
         ([0.0, 0.0], {}, False),
         ([0.0, 0.1], {}, True),
         ([-0.1, 0.1], {"reject_min": -0.2, "reject_max": 0.2}, False),

@@ -13,7 +13,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.orchestrator import engines
 from primerl_hpc.orchestrator.dispatcher import Dispatcher
-from primerl_hpc.orchestrator.engines import EngineWatch, StuckClock
+from primerl_hpc.orchestrator.engines import EngineWatch, StuckClock, tokens_between
 from primerl_hpc.orchestrator.evaluate import run_evaluation
 from primerl_hpc.orchestrator.sampler import TaskRef
 from tests.support import make_plan, process_plan
@@ -35,6 +35,11 @@ def test_an_engine_is_stuck_after_the_limit_and_named_once() -> None:
     clock = StuckClock(10)
     named = [now for now in range(0, 31, 2) if look(clock, now, 3, 500)]
     assert named == [12, 24]
+
+
+def test_tokens_are_counted_of_engines_that_both_looks_saw() -> None:
+    before = {"stays": 100.0, "leaves": 900.0, "restarts": 800.0}
+    assert tokens_between(before, {"stays": 130.0, "restarts": 5.0, "comes back": 5000.0}) == 30.0
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 9), st.booleans()), min_size=1, max_size=40))

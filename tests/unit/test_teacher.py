@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from verifiers.v1.episode import WireEpisode
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch
+from verifiers.v1.trace import Branch, ModelCall
 from verifiers.v1.types import (
     AssistantMessage,
     ImageUrlContentPart,
@@ -20,6 +20,7 @@ from verifiers.v1.types import (
     UserMessage,
 )
 
+from primerl_hpc.common.chatml import ChatMLRenderer
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
 from primerl_hpc.envs.tasks import EnvironmentTask
@@ -30,7 +31,7 @@ from primerl_hpc.orchestrator.driver import RolloutDriver
 from primerl_hpc.orchestrator.packing import pack
 from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
 from primerl_hpc.orchestrator.self_teacher import check_demonstrations, demonstrated_prompt
-from primerl_hpc.orchestrator.teacher import TeacherClient
+from primerl_hpc.orchestrator.teacher import TeacherClient, add_samples
 from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.algorithm_schema import OPSD, Algorithm
 from primerl_hpc.recipe.schema import Recipe, Teacher
@@ -174,6 +175,53 @@ def test_a_demonstration_stands_at_the_beginning_of_the_system_message(system, e
     assert demonstrated_prompt(Words(), Branch(index=0, nodes=nodes), "DEMO") == expected
 
 
+class Tokenizer:
+    """One token per character, from ``first`` on."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [self.first + ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token - self.first) for token in tokens)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<|end|>": 0}
+
+
+class Letters(Tokenizer):
+    """ChatML's two special tokens too."""
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return {"<|im_start|>": 1, "<|im_end|>": 2}[token]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return super().encode(text, add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "trained"),
+    [
+        (("stop", "stop"), "answer\2answer\2"),
+        (("stop", "length"), "answer\2answer"),
+        (("length", "stop"), "answeranswer\2"),
+    ],
+)
+def test_a_reply_that_was_cut_off_teaches_no_end(reasons, trained):
+    nodes = [prompt([]), reply([], 0, scaffold=0), prompt([], 1), reply([], 2, scaffold=0)]
+    played = trace(nodes)
+    played.calls = [
+        ModelCall(node=node, finish_reason=reason) for node, reason in zip((1, 3), reasons, strict=True)
+    ]
+    given = rollout()
+    add_samples(given, episode(played), ChatMLRenderer(Letters()))
+    (made,) = given.samples
+    assert "".join(map(chr, made.token_ids[made.loss_mask])) == trained
+
+
 class Environment:
     """A server of environments that plays what it is given."""
 
@@ -221,23 +269,6 @@ def test_images_end_a_run_that_would_train_on_their_placeholders(tmp_path, kind)
 
 
 # -- a teacher that answers as it is told ---------------------------------------------------------------------------------
-
-
-class Tokenizer:
-    """One token per character, from ``first`` on."""
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [self.first + ord(letter) for letter in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(token - self.first) for token in tokens)
-
-    def get_added_vocab(self) -> dict[str, int]:
-        return {"<|end|>": 0}
 
 
 class Server:
@@ -301,8 +332,18 @@ def check(url: str, algorithm: str = "opd", **settings) -> None:
     )
 
 
-def score(url: str, given: Rollout, **settings) -> None:
-    with_teacher(Path("/nowhere"), lambda teacher: teacher.add_logprobs(given), base_url=url, **settings)
+def score(url: str, given: Rollout, seq_len: int = 8, **settings) -> None:
+    def ask(teacher: TeacherClient) -> Awaitable[None]:
+        return teacher.add_logprobs(given, seq_len=seq_len)
+
+    with_teacher(Path("/nowhere"), ask, base_url=url, **settings)
+
+
+def test_what_is_not_trained_is_not_scored(server):
+    given = rollout(sample())
+    score(server.url, given, seq_len=5)
+    assert [request["prompt"] for request in server.seen] == [list(range(5))]
+    assert given.samples[0].ref_logprobs.tolist() == pytest.approx([0, 0, 0, -0.3, -0.4, 0])
 
 
 def test_every_sampled_token_gets_the_teachers_logprob(server, monkeypatch):
@@ -390,7 +431,7 @@ def test_engines_of_the_runs_own_are_asked_in_turn_with_the_runs_key(server, tmp
 
     async def use(teacher: TeacherClient) -> None:
         with pytest.raises(RolloutFailed, match="down") as caught:
-            await teacher.add_logprobs(rollout(sample()))
+            await teacher.add_logprobs(rollout(sample()), seq_len=8)
         assert caught.value.is_engine_fault
         for name in ("teacher-0", "teacher-1", "inference-0"):
             publish_endpoint(run, name, f"{server.url.removesuffix('/v1')}?{name}", model="t")
@@ -399,7 +440,7 @@ def test_engines_of_the_runs_own_are_asked_in_turn_with_the_runs_key(server, tmp
         publish_endpoint(run, "teacher-0", server.url.removesuffix("/v1"), model="t")
         run.endpoint("teacher-1").unlink()
         teacher.refresh()
-        await teacher.add_logprobs(rollout(sample()))
+        await teacher.add_logprobs(rollout(sample()), seq_len=8)
 
     with_teacher(tmp_path, use)
     assert server.seen[-1]["key"] == f"Bearer {ensure_api_key(run)}"

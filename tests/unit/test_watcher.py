@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.leases import lease_path
 from primerl_hpc.common.rundir import RunDir, publish_endpoint
 from primerl_hpc.orchestrator.fleet import Fleet
 from primerl_hpc.orchestrator.watcher import WeightWatcher
@@ -184,6 +187,48 @@ def test_a_broadcast_that_only_a_prefill_engine_received_is_asked_for_as_a_folde
             assert await fleet.versions() == {"inference-0": 1, "prefill-0": 1}
             told = watcher.take_metrics()
             assert 0 < told["time/engines_paused"] <= told["time/weight_update"]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(check())
+
+
+def test_a_version_that_is_announced_and_whose_folder_every_engine_refuses_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0", attempts=1) as (run, fleet, engines):
+            watcher = watch(run, fleet, [], BroadcastWeightReader)
+            await watcher.load(0)
+            engines[0].engine.bad[str(run.weights_step(1))] = "refuse"
+            write_whole(run, 1)
+            announce(run, Announcement(1, "127.0.0.1", 5, "a"), is_open=True)
+            with pytest.raises(DataError, match="no engine takes policy version 1"):
+                await asyncio.wait_for(watcher.watch(), 30)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("what", ["lease", "live version"])
+def test_a_version_becomes_live_though_the_run_directory_falters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    async def check() -> None:
+        async with serving(tmp_path, "inference-0") as (run, fleet, _):
+            live: list[int] = []
+            watcher = watch(run, fleet, live)
+            await watcher.load(0)
+            lease = lease_path(run.weights_step(1), watcher.holder)
+            in_the_way = {"lease": lease, "live version": run.live_version}[what]
+            in_the_way.unlink(missing_ok=True)
+            in_the_way.mkdir(parents=True)
+            write_whole(run, 1)
+            task = asyncio.create_task(watcher.watch())
+            await until(lambda: "trying again" in caplog.text)
+            assert live == [0] and not task.done()
+            in_the_way.rmdir()
+            await until(lambda: live == [0, 1])
+            assert read_json(run.live_version) == {"version": 1} and lease.exists()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -218,7 +218,7 @@ def test_a_link_without_what_it_links_to_is_no_version(run: RunDir) -> None:
 
 def test_a_version_that_nobody_could_load_counts_again_when_it_is_written_whole(run: RunDir) -> None:
     reader = DeltaWeightReader(run)
-    reader.give_up(5)
+    reader.give_up(5, reader.open(5, "me"))
     assert reader.newest() == 4
     assert reader.ask_for_whole() and run.full_weights_request.exists()
     write_whole(run, 5)
