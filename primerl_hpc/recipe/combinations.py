@@ -52,6 +52,8 @@ def kind_has_its_blocks(recipe: Recipe) -> None:
         )
     if recipe.warmup is not None and recipe.kind != Kind.RL:
         raise ValueError("warmup belongs to kind rl")
+    if recipe.warmup is not None and recipe.warmup.checkpoint.fork is not None:
+        raise ValueError("warmup.checkpoint.fork: a warm-up starts from the model; leave out fork or warmup")
     if (fork := recipe.checkpoint.fork) is not None:
         if recipe.kind not in (Kind.RL, Kind.SFT) or recipe.warmup is not None:
             raise ValueError("checkpoint.fork belongs to kinds rl and sft without a warmup")
@@ -142,10 +144,12 @@ def routers_can_be_replayed(recipe: Recipe) -> None:
 
 
 def teacher_is_there_where_it_is_needed(recipe: Recipe) -> None:
+    if recipe.kind != Kind.RL:
+        return  # no algorithm is at work
     needed = [kind for kind in recipe.algorithm_types if kind in NEED_TEACHER]
     if needed and recipe.teacher is None:
         raise ValueError(f"algorithm {needed[0]} needs a teacher")
-    if recipe.kind == Kind.RL and recipe.teacher is not None and not needed:
+    if recipe.teacher is not None and not needed:
         raise ValueError(f"a teacher is given and no algorithm uses it; {' and '.join(NEED_TEACHER)} do")
     scored = [kind for kind in recipe.algorithm_types if kind in SCORED]
     if scored and recipe.rollouts.sampling.temperature != 1:

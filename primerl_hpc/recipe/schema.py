@@ -177,10 +177,14 @@ class Recipe(Block):
                 "scheduler": self.warmup.scheduler,
                 "sft": self.warmup.sft,
                 "checkpoint": self.warmup.checkpoint,
-                "weights": self.weights.model_copy(update={"interval": None}),
+                "weights": Weights(keep_last=self.weights.keep_last),
+                "trainer": self.trainer.model_copy(update={"router_replay": False}),
                 "lora": None,
                 "warmup": None,
+                "teacher": None,
                 "judge": None,
+                "evaluation": None,
+                "after": None,
             }
         )
 

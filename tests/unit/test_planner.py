@@ -58,6 +58,22 @@ def test_the_warmup_feeds_the_main_phase() -> None:
     assert [process.name for process in warmup.processes] == ["sft-0"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("trainer.router_replay=true",),
+        ("lora={}", "after.export={to: /x, merge: true}"),
+        ("weights.transport=delta",),
+        ("algorithm.type=opd", "teacher={model: {name: t}, base_url: 'http://h/v1'}"),
+        ("judge={model: {name: j}, base_url: 'http://h/v1'}",),
+        ("after.evaluation={}", "rollouts.sampling.max_tokens=20"),
+    ],
+)
+def test_what_fits_a_recipe_fits_it_with_a_warmup(changes: tuple[str, ...]) -> None:
+    made = plan(tiny("warmup.max_steps=2", *changes), gpu_profile(2))
+    assert [phase.name for phase in made.phases] == ["warmup", "main"]
+
+
 def test_a_server_by_address_is_not_started_and_the_others_keep_their_numbers() -> None:
     recipe = tiny("environments.train=[{id: a, address: 'tcp://h:1'}, {id: b, servers: 2}]", "warmup=null")
     servers = plan(recipe, load_profile("local").profile).phase("main").of_role(Role.ENV_SERVER)

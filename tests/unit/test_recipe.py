@@ -142,6 +142,10 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
         (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
         (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+        (
+            MINIMAL + "warmup: {sft: {data: {path: d}}, max_steps: 1, checkpoint: {fork: {run: r}}}\n",
+            ["warmup.checkpoint.fork", "starts from the model"],
+        ),
         (MINIMAL + "rollouts: {sampling: {temperature: 0}}\n", ["kind rl needs", "temperature above 0"]),
         (MINIMAL + "rollouts: {sampling: {top_p: 0}}\n", ["rollouts.sampling.top_p", "greater than 0"]),
         (MINIMAL + "rollouts: {sampling: {top_k: -2}}\n", ["rollouts.sampling.top_k", "equal to -1"]),
@@ -222,7 +226,8 @@ def test_temperature_0_is_for_evaluations_and_for_replies_of_a_teacher(tmp_path:
         "[{id: reverse-text}]", "[{id: a}]\n  eval: [{id: b, sampling: {temperature: 0}}]"
     )
     alone = "kind: eval\nname: a\nmodel: {name: m}\nenvironments: {eval: [{id: a}]}\n"
-    for text in (MINIMAL + cold + taught, evaluated, alone + cold):
+    scored = MINIMAL.replace("rl", "eval", 1).replace("train:", "eval:") + "algorithm: {type: opd}\n"
+    for text in (MINIMAL + cold + taught, evaluated, alone + cold, scored + cold):
         assert load_recipe(write(tmp_path, text)).recipe
 
 
