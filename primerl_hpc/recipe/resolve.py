@@ -45,7 +45,7 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
         sft = _resolve_sft(recipe.warmup.sft, document, folder, ("warmup", "sft"))
         changes["warmup"] = recipe.warmup.model_copy(update={"sft": sft})
     if recipe.checkpoint.fork is not None:
-        fork = _resolve_fork(recipe.checkpoint.fork, document, folder)
+        fork = _resolve_fork(recipe.checkpoint.fork, recipe.steps, document, folder)
         changes["checkpoint"] = recipe.checkpoint.model_copy(update={"fork": fork})
     if recipe.after is not None and recipe.after.export is not None:
         to = (folder / Path(recipe.after.export.to).expanduser()).resolve()
@@ -68,8 +68,11 @@ def resolve_model(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe
     return loaded.recipe.model_copy(update={"model": model.model_copy(update={"name": str(path)})})
 
 
-def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
-    """Absolute path and the step's number. Raises NotFoundError where there is no such complete checkpoint."""
+def _resolve_fork(fork: Fork, max_steps: int, document: Document, folder: Path) -> Fork:
+    """Absolute path and the step's number.
+
+    Raises NotFoundError where there is no such complete checkpoint, ConfigError where it leaves no step to do.
+    """
     root = (folder / Path(fork.run).expanduser()).resolve()
     run, place = RunDir(root), document.place(("checkpoint", "fork"))
     if not run.plan.is_file():
@@ -81,7 +84,14 @@ def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
             "no complete checkpoint" if fork.step is None else f"no complete checkpoint of step {fork.step}"
         )
         raise NotFoundError(f"{root} has {wanted}", place=place, mend=have)
-    return fork.model_copy(update={"run": str(root), "step": fork.step or complete[-1]})
+    step = fork.step or complete[-1]
+    if step >= max_steps:
+        raise ConfigError(
+            f"checkpoint {step} of {root} is at or beyond max_steps {max_steps}: steps count on",
+            place=place,
+            mend=f"raise max_steps, or fork from an earlier step: {', '.join(map(str, complete))}",
+        )
+    return fork.model_copy(update={"run": str(root), "step": step})
 
 
 def _resolve_evaluation(evaluation: Evaluation, document: Document, folder: Path) -> Evaluation:
