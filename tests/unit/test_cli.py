@@ -334,6 +334,13 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words: tuple[str, ...], 
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_fault_that_nobody_foresaw_is_one_line_too(folder: Path) -> None:
+    break_recipe(folder, "max_steps", "environments: {eval: [{id: e, args: {d: !!binary gIGC}}]}\nmax_steps")
+    done = primerl("plan", "recipe.yaml", "-p", "local", "--json", cwd=folder)
+    assert done.returncode == ExitCode.FAILED and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and done.stderr.endswith("; --debug shows where\n")
+
+
 def test_debug_shows_the_traceback(folder: Path) -> None:
     done = primerl("--debug", "submit", "nothing.yaml", "-p", "local", cwd=folder)
     assert "Traceback" in done.stderr
