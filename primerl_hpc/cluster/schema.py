@@ -75,6 +75,16 @@ def _check_no_comma(value: str) -> str:
     return value
 
 
+def _check_margin(time: str | None, key: str, margin_s: int) -> None:
+    """Raises ValueError for a walltime within which the warning of its end would not come."""
+    limit = minutes(time)
+    if limit is not None and margin_s >= 60 * limit:
+        raise ValueError(
+            f"a walltime of {time} is {limit:g} minutes, and the job is to be warned "
+            f"{margin_s} s before its end; raise {key} or lower signal_margin_s"
+        )
+
+
 SlurmTime = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_time)]
 OneLine = Annotated[str, AfterValidator(_check_one_line), AfterValidator(_check_given)]
 Word = Annotated[str, AfterValidator(_check_word)]
@@ -174,6 +184,10 @@ class Scheduler(Block):
     def _srun_extra_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if bad := [text for text in value if not re.fullmatch(r"--[a-z][a-z0-9-]+(=.*)?", text)]:
             raise ValueError(f"{bad[0]!r} is not an option; write it as --key=value")
+        for text in value:
+            option, _ = directives.parse_option(text)
+            if option in directives.OWN_STEP_OPTIONS:
+                raise ValueError(f"--{option} is decided by the plan")
         return value
 
     @model_validator(mode="after")
@@ -189,12 +203,11 @@ class Scheduler(Block):
 
     @model_validator(mode="after")
     def _the_warning_comes_within_the_walltime(self) -> Self:
-        limit = minutes(self.time)
-        if limit is not None and self.signal_margin_s >= 60 * limit:
-            raise ValueError(
-                f"a walltime of {self.time} is {limit:g} minutes, and the job is to be warned "
-                f"{self.signal_margin_s} s before its end; raise time or lower signal_margin_s"
-            )
+        _check_margin(self.time, "time", self.signal_margin_s)
+        _check_margin(self.time_min, "time_min", self.signal_margin_s)
+        least, most = minutes(self.time_min), minutes(self.time)
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"time_min {self.time_min} is longer than time {self.time}")
         return self
 
 
@@ -339,6 +352,11 @@ class Profile(Block):
             )
         if self.scheduler.spare_nodes and self.scheduler.type == "local":
             raise ValueError("scheduler.spare_nodes needs SLURM: a machine has no other node")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_warned_within_their_walltime(self) -> Self:
+        _check_margin(self.elastic.time, "elastic.time", self.scheduler.signal_margin_s)
         return self
 
     @property

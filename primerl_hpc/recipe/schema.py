@@ -98,13 +98,6 @@ class Recipe(Block):
             )
         return value
 
-    @field_validator("env")
-    @classmethod
-    def _env_is_ours_to_set(cls, value: dict[str, str]) -> dict[str, str]:
-        if bad := [name for name in value if name.startswith("PRIMERL_") or not name.isidentifier()]:
-            raise ValueError(f"{bad[0]!r} is not a variable a recipe may set")
-        return value
-
     @model_validator(mode="after")
     def _blocks_fit_together(self) -> Self:
         check_combinations(self)

@@ -52,6 +52,8 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
         given["partition"] = layout.partition
     # dependency and start time are the run's own; an engine that is taken away comes back
     given |= {"requeue": True, "dependency": None, "begin": None}
+    if profile.elastic.time is not None:
+        given["time_min"] = None  # it is of the run's own walltime
     scheduler, node = profile.scheduler.model_copy(update=given), profile.node
     if node.gpus and layout.accelerators_per_replica < node.gpus:
         scheduler, node = _share_of_node(scheduler, node, layout.accelerators_per_replica)

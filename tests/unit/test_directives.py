@@ -11,7 +11,8 @@ from primerl_hpc.cluster.directives import OPTION_OF_KEY
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile, Scheduler
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.yamldoc import dump_yaml
+from primerl_hpc.common.validate import validate
+from primerl_hpc.common.yamldoc import Document, dump_yaml
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.explain import field_doc
 from primerl_hpc.recipe.load import load_recipe
@@ -138,6 +139,10 @@ def test_sharing_and_extra_options() -> None:
         ({"extra": ["--output=x"]}, ["decided by the plan"]),
         ({"extra": ["--a=1 --b=2\n"]}, ["one line"]),
         ({"srun_extra": ["hostname"]}, ["--key=value"]),
+        ({"srun_extra": ["--mpi=pmix", "--kill-on-bad-exit=1"]}, ["--kill-on-bad-exit", "by the plan"]),
+        ({"srun_extra": ["--wait=5"]}, ["--wait is decided by the plan"]),
+        ({"time": "60", "time_min": "5"}, ["5 minutes", "raise time_min"]),
+        ({"time": "60", "time_min": "2:00:00"}, ["time_min 2:00:00 is longer than time 60"]),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_key(
@@ -149,6 +154,19 @@ def test_what_cannot_be_meant_is_refused_with_its_key(
         load_profile(str(path))
     assert all(word in str(caught.value) for word in words), caught.value
     assert str(caught.value).startswith(f"{path}:")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"elastic": {"time": 5}}, "5 minutes, and the job is to be warned 300 s .* raise elastic.time"),
+        ({"env": {"PRIMERL_ENGINE_API_KEY": "x"}}, "env: PRIMERL_ENGINE_API_KEY is set by the run itself"),
+        ({"software": {"default": {"env": {"PRIMERL_RUN_DIR": "x"}}}}, "PRIMERL_RUN_DIR is set by the run"),
+    ],
+)
+def test_what_a_run_could_not_live_with_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validate(Profile, Document({"name": "site", **changes}))
 
 
 def test_walltimes_need_no_quotes(tmp_path: Path) -> None:
