@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from primerl_hpc.common.block import (
     Auto,
@@ -37,7 +37,14 @@ class Sampling(Block):
     """Sample among so many of the likeliest tokens; -1 or 0: among all."""
     min_p: Fraction = 0.0
     extra: dict[str, Scalar] = Field(default_factory=dict)
-    """More vLLM sampling parameters."""
+    """More vLLM sampling parameters; of the training rollouts none that the trainer does not know of: seed, n, penalties, logit_bias."""
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_has_no_key_of_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if own := [name for name in value if name in cls.model_fields]:
+            raise ValueError(f"{own[0]} has a key of its own: write sampling: {{{own[0]}: …}}")
+        return value
 
 
 class Environment(Block):

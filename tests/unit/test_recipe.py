@@ -146,6 +146,49 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
             MINIMAL + "warmup: {sft: {data: {path: d}}, max_steps: 1, checkpoint: {fork: {run: r}}}\n",
             ["warmup.checkpoint.fork", "starts from the model"],
         ),
+        (MINIMAL + "env: {PRIMERL_RUN_DIR: /x}\n", [":7", "PRIMERL_RUN_DIR is set by the run itself"]),
+        *(
+            (f"{MINIMAL}rollouts: {{sampling: {{extra: {{{name}: 1}}}}}}\n", ["extra", name, words])
+            for name, words in {
+                "temperature": "has a key of its own",
+                "max_tokens": "has a key of its own",
+                "seed": "would be alike",
+                "n": "one reply",
+                "presence_penalty": "another distribution",
+                "logit_bias": "another distribution",
+            }.items()
+        ),
+        *(
+            (f"{MINIMAL}inference: {{extra_args: {{{name}: 1}}}}\n", [":7", "inference.extra_args", words])
+            for name, words in {
+                "port": "may not set 'port': the run decides it itself",
+                "--max_model_len": "its own: inference.max_model_len",
+                "dtype": "its own: model.dtype",
+                "no-enable-scale-out": "may not set 'enable-scale-out'",
+                "generation-config": "may not set 'generation-config'",
+            }.items()
+        ),
+        *(
+            (f"{MINIMAL}rollouts: {{group_size: 1}}\nalgorithm: {{type: {kind}}}\n", [kind, "would be 0"])
+            for kind in ("grpo", "grpo_std", "rloo", "opo", "max_rl")
+        ),
+        (
+            MINIMAL + "  eval: [{id: a}, {id: b, sampling: {max_tokens: 2048}}]\n",
+            ["environments.eval.1.sampling.max_tokens 2048 leaves no room"],
+        ),
+        (
+            MINIMAL + "after: {evaluation: {environments: [{id: b, sampling: {max_tokens: 4096}}]}}\n",
+            ["after.evaluation.environments.0.sampling.max_tokens 4096 leaves no room"],
+        ),
+        (MINIMAL + "after: {export: {to: x, step: 4}}\n", ["after.export.step 4 is beyond max_steps 3"]),
+        (
+            MINIMAL + "after: {evaluation: {steps: [2, 7], environments: [{id: b}]}}\n",
+            ["after.evaluation.steps 7 is beyond max_steps 3"],
+        ),
+        (
+            SUPERVISED + "  data: {path: d}\nweights: {transport: delta}\n",
+            ["weights.transport delta belongs to kind rl"],
+        ),
         (MINIMAL + "rollouts: {sampling: {temperature: 0}}\n", ["kind rl needs", "temperature above 0"]),
         (MINIMAL + "rollouts: {sampling: {top_p: 0}}\n", ["rollouts.sampling.top_p", "greater than 0"]),
         (MINIMAL + "rollouts: {sampling: {top_k: -2}}\n", ["rollouts.sampling.top_k", "equal to -1"]),
@@ -229,6 +272,16 @@ def test_temperature_0_is_for_evaluations_and_for_replies_of_a_teacher(tmp_path:
     scored = MINIMAL.replace("rl", "eval", 1).replace("train:", "eval:") + "algorithm: {type: opd}\n"
     for text in (MINIMAL + cold + taught, evaluated, alone + cold, scored + cold):
         assert load_recipe(write(tmp_path, text)).recipe
+
+
+def test_what_the_trainer_does_not_know_of_is_for_evaluations_and_one_rollout_for_other_baselines(
+    tmp_path: Path,
+) -> None:
+    own = "  eval: [{id: b, sampling: {extra: {seed: 1, presence_penalty: 0.5}}}]\n"
+    group = (
+        "rollouts: {group_size: 1, sampling: {top_p: 0.9, extra: {min_tokens: 1}}}\nalgorithm: {type: rae}\n"
+    )
+    assert load_recipe(write(tmp_path, MINIMAL + own + group)).recipe
 
 
 @pytest.mark.parametrize(
