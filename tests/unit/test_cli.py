@@ -334,6 +334,17 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words: tuple[str, ...], 
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_recipes_and_profiles_whose_names_have_dots_are_found_by_them(folder: Path) -> None:
+    for kind, text in (
+        ("recipes", RECIPE),
+        ("cluster_profiles", "name: site.v2\nscheduler: {type: local}\n"),
+    ):
+        (folder / "home" / kind).mkdir(parents=True)
+        (folder / "home" / kind / "site.v2.yaml").write_text(text)
+    done = primerl("plan", "site.v2", "-p", "site.v2", cwd=folder, PRIMERL_HOME=str(folder / "home"))
+    assert "on profile site.v2" in done.stdout, done.stderr
+
+
 def test_a_fault_that_nobody_foresaw_is_one_line_too(folder: Path) -> None:
     break_recipe(folder, "max_steps", "environments: {eval: [{id: e, args: {d: !!binary gIGC}}]}\nmax_steps")
     done = primerl("plan", "recipe.yaml", "-p", "local", "--json", cwd=folder)

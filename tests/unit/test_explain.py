@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
@@ -21,6 +23,17 @@ def test_explain_shows_meaning_default_value_and_origin() -> None:
     entry = explain(Recipe, "rollouts.max_off_policy_steps", loaded)
     assert entry["default"] == 8 and entry["value"] == 1 and entry["origin"] == "--set"
     assert "age of a rollout" in entry["meaning"]
+
+
+def test_a_value_inside_a_mapping_that_was_set_comes_from_where_that_was_set(tmp_path: Path) -> None:
+    loaded = load_recipe("reverse_text/tiny", overrides=["optimizer={lr: 1e-3}", "warmup=null"])
+    entries = {name: explain(Recipe, f"optimizer.{name}", loaded) for name in ("lr", "eps")}
+    assert (entries["lr"]["origin"], entries["eps"]["origin"]) == ("--set", "default")
+    assert explain(Recipe, "warmup", loaded)["origin"] == "--set"
+
+
+def test_keys_under_a_role_are_explained() -> None:
+    assert "interpreter" in explain(Profile, "software.roles.trainer.python")["meaning"]
 
 
 def test_explain_finds_keys_of_every_branch_of_a_union() -> None:

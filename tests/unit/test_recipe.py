@@ -65,6 +65,30 @@ def test_later_layers_win_and_origins_are_kept(tmp_path: Path) -> None:
     assert origins["optimizer.lr"] == f"{tmp_path / 'high.yaml'}:1"
 
 
+def test_a_block_of_another_type_takes_the_place_of_the_one_below_it(tmp_path: Path) -> None:
+    low = "optimizer: {lr: 1.0e-3}\nloss: {type: gspo, kl_tau: 0.5}\nalgorithm: {type: rae, decay: 0.5}\n"
+    write(tmp_path, low, "low.yaml")
+    above = "optimizer: {type: adamw, eps: 1.0e-6}\nloss: {type: grpo}\nalgorithm: {decay: 0.7}\n"
+    path = write(tmp_path, "base: low.yaml\n" + MINIMAL + above)
+    recipe = load_recipe(path).recipe
+    assert (recipe.optimizer.lr, recipe.optimizer.eps) == (1e-3, 1e-6)  # adamw is what no type means
+    assert (recipe.loss.type, recipe.loss.kl_tau) == ("grpo", 0.0)
+    assert (recipe.algorithm.type, recipe.algorithm.decay) == ("rae", 0.7)
+    for changes in (["loss.threshold=0.3", "loss.type=ipo"], ["loss.type=ipo", "loss.threshold=0.3"]):
+        loss = load_recipe(path, overrides=changes).recipe.loss
+        assert (loss.type, loss.threshold, loss.kl_tau) == ("ipo", 0.3, 1e-3)
+    assert load_recipe("reverse_text/tiny", overrides=["loss.type=grpo"]).recipe.loss.type == "grpo"
+
+
+def test_variables_for_the_roles_keep_their_case_and_are_text(tmp_path: Path) -> None:
+    environ = {"PRIMERL_ENV__HF_HOME": "/x", "PRIMERL_ENVIRONMENTS__TRAIN__0__ARGS__SPLIT": "test"}
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL), overrides=["env.OMP_NUM_THREADS=4"], environ=environ
+    ).recipe
+    assert recipe.env == {"HF_HOME": "/x", "OMP_NUM_THREADS": "4"}
+    assert recipe.environments.train[0].args == {"split": "test"}
+
+
 def test_a_list_replaces_the_list_below_it(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL, "base.yaml")
     path = write(tmp_path, "base: base.yaml\nenvironments: {train: [{id: other}]}\n")
