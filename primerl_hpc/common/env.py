@@ -117,10 +117,6 @@ def interface() -> str | None:
     return os.environ.get(INTERFACE) or None
 
 
-def engine_api_key() -> str | None:
-    return os.environ.get(ENGINE_API_KEY) or None
-
-
 def set_engine_api_key(key: str) -> None:
     """For clients inside this process that name their key by its variable (verifiers does)."""
     os.environ[ENGINE_API_KEY] = key
