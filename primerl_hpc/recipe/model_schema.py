@@ -43,6 +43,8 @@ class Renderer(Block):
 
 
 class Model(Block):
+    """The policy: its weights, tokenizer, types and chat format."""
+
     name: str
     """Hub id, or a folder with config.json, safetensors and tokenizer. A relative folder is seen from where you submit."""
     tokenizer: str | None = None
