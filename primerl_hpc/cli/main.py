@@ -23,7 +23,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "submit": ("submit", "Compile a recipe for a cluster and start it."),
         "plan": ("plan", "Show what would run where, and why."),
-        "render": ("render", "Write the batch script alone."),
+        "render": ("render", "Write the batch scripts alone."),
         "eval": ("evaluate", "Score a model, or the weights of a run."),
     },
     "Look": {

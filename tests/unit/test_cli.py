@@ -300,6 +300,35 @@ def test_render_does_not_overwrite_another_script(folder: Path) -> None:
     assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
 
 
+def test_every_script_of_a_run_is_shown_and_checked_before_it_is_prepared(folder: Path) -> None:
+    text = (
+        RECIPE.replace("kind: sft", "kind: rl")
+        + """\
+environments: {train: [{id: reverse-text}]}
+rollouts: {sampling: {max_tokens: 12}}
+layout: {inference: {elastic: true, replicas: 2}, trainer: {nodes: 1}, orchestrator: {place: cpu-partition}}
+after: {export: {to: exported}}
+"""
+    )
+    (folder / "recipe.yaml").write_text(text)
+    names = ["job.sbatch", "engines.sbatch", "export.sbatch"]
+    where = ("recipe.yaml", "-p", "virtual", "--profile-set", "scheduler.spare_nodes=1")
+    shown = primerl("submit", *where, "--dry-run", cwd=folder)
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "  1 node(s) of 2 CPU slots + 1 of the CPU partition + 1 spare + 2 job(s) of one engine"
+        in shown.stdout
+    )
+    assert "inference-1      own job       CPU slots" in shown.stdout
+    assert all(f"\n{name}:\n" in shown.stdout for name in names) and "--array=0-1" in shown.stdout
+    assert list(json.loads(primerl("render", *where, "--json", cwd=folder).stdout)["scripts"]) == names
+    primerl("render", *where, "--out", "out", cwd=folder)
+    assert sorted(tree(folder / "out")) == sorted(names)
+    (folder / "engines.sbatch.j2").write_text("#!/bin/bash\nif true; then\n")
+    broken = primerl("submit", *where, "--dry-run", cwd=folder, PRIMERL_TEMPLATES=str(folder))
+    assert broken.returncode == ExitCode.CONFIG and "engines.sbatch" in broken.stderr
+
+
 def test_render_leaves_a_file_that_is_no_text_alone(folder: Path) -> None:
     (folder / "job.sbatch").write_bytes(b"\xff\x00")
     done = primerl("render", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
