@@ -11,9 +11,11 @@ SUFFIXES = (".jsonl", ".parquet")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def is_hub_id(name: str, folder: Path) -> bool:
-    """``owner/name``, unless ``folder`` holds that, or an ``owner``: then a path below it is meant that is misspelt."""
-    is_of_rows = PurePath(name).suffix in SUFFIXES
-    return (
-        _ID.fullmatch(name) is not None and not is_of_rows and not (folder / name.partition("/")[0]).exists()
-    )
+def is_hub_id(name: str, folder: Path | None = None) -> bool:
+    """``owner/name``, unless ``folder`` holds that, or an ``owner``: then a path below it is meant that is misspelt.
+
+    Without a folder: in a resolved recipe, whose paths are absolute.
+    """
+    if _ID.fullmatch(name) is None or PurePath(name).suffix in SUFFIXES:
+        return False
+    return folder is None or not (folder / name.partition("/")[0]).exists()

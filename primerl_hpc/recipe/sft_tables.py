@@ -48,7 +48,7 @@ def open_rows(config: SFTData) -> Rows:
 
 def is_on_hub(config: SFTData) -> bool:
     """Whether the path is a hub dataset id."""
-    return is_hub_id(config.path, Path())
+    return is_hub_id(config.path) and not Path(config.path).exists()
 
 
 def _open_path(path: Path, config: SFTData) -> Rows:
