@@ -3,7 +3,7 @@
 Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
 (where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_TEMPLATES`` (a folder of your own sbatch templates),
 ``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
-levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
+levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``, ``PRIMERL_ENV__HF_HOME=/x``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
 the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``cluster/load.py``.
 """
 

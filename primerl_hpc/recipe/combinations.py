@@ -68,9 +68,9 @@ def kind_has_its_blocks(recipe: Recipe) -> None:
             raise ValueError(
                 f"checkpoint.fork.step {fork.step} must be below max_steps {recipe.max_steps}: steps count on"
             )
-    if recipe.weights.transport != "filesystem" and recipe.kind != Kind.RL:
+    if recipe.weights.transport != "filesystem" and recipe.kind == Kind.SFT:
         raise ValueError(
-            f"weights.transport {recipe.weights.transport} belongs to kind rl: in kind {recipe.kind} no engine follows"
+            f"weights.transport {recipe.weights.transport} belongs to kind rl: in kind sft no engine follows the trainer"
         )
 
 
