@@ -374,6 +374,21 @@ def test_recipes_and_profiles_whose_names_have_dots_are_found_by_them(folder: Pa
     assert "on profile site.v2" in done.stdout, done.stderr
 
 
+def test_a_model_that_offline_nodes_would_not_find_is_told_of(folder: Path) -> None:
+    break_recipe(folder, "./model", "org/model")
+    cache = {"HF_HOME": "", "HF_HUB_CACHE": str(folder / "hub")}
+
+    def said(*more: str) -> str:
+        words = ("submit", "recipe.yaml", "-p", "local", "--dry-run", *more)
+        return primerl(*words, cwd=folder, **cache).stderr
+
+    assert "org/model lies in no cache here" in said()
+    assert said("--profile-set", "offline=false") == ""
+    (folder / "hub" / "models--org--model").mkdir(parents=True)
+    assert said() == ""
+    assert "org/model lies in no cache" in said("--profile-set", f"env.HF_HUB_CACHE={folder}")
+
+
 def test_a_fault_that_nobody_foresaw_is_one_line_too(folder: Path) -> None:
     break_recipe(folder, "max_steps", "environments: {eval: [{id: e, args: {d: !!binary gIGC}}]}\nmax_steps")
     done = primerl("plan", "recipe.yaml", "-p", "local", "--json", cwd=folder)
