@@ -9,7 +9,14 @@ from primerl_hpc.cli.options import json_option, print_json
 
 @click.command("diagnose", epilog="Example:  primerl-hpc diagnose my-run")
 @click.argument("run")
-@click.option("--lines", "-n", default=15, show_default=True, help="Last lines of the log to show.")
+@click.option(
+    *("--lines", "-n"),
+    type=click.IntRange(min=1),
+    default=15,
+    metavar="N",
+    show_default=True,
+    help="Last lines of the log to show.",
+)
 @json_option
 def command(run: str, lines: int, as_json: bool) -> None:
     """What is wrong with RUN, how to mend it, and the next command.

@@ -28,6 +28,8 @@ def command(
         raise click.UsageError(
             "--recipe shows values of a recipe, and --of profile asks for keys of a profile"
         )
+    if recipe is not None and key is None:
+        raise click.UsageError("--recipe shows the value of one key: which?")
     if overrides and recipe is None:
         raise click.UsageError("--set changes what --recipe shows, which is missing")
     root = Recipe if what == "recipe" else Profile

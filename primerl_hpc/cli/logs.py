@@ -21,12 +21,23 @@ Examples:
 @click.argument("run")
 @click.argument("role", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on as lines come, until the run ends.")
-@click.option("--rank", type=int, metavar="R", help="One rank of a trainer, on whichever node.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="R", help="One rank of a trainer, on whichever node."
+)
 @click.option("--node", metavar="HOST", help="What runs on one node.")
-@click.option("--attempt", type=int, metavar="K", help="An earlier attempt. [default: the latest]")
+@click.option(
+    "--attempt", type=click.IntRange(min=1), metavar="K", help="An earlier attempt. [default: the latest]"
+)
 @click.option("--since", metavar="TIME", help="Lines since 90s, 10m, 2h, 1d ago, or since 14:30.")
 @click.option("--grep", "pattern", metavar="REGEX", help="Lines that match.")
-@click.option("--lines", "-n", default=40, show_default=True, help="Last lines of each file.")
+@click.option(
+    *("--lines", "-n"),
+    type=click.IntRange(min=1),
+    default=40,
+    metavar="N",
+    show_default=True,
+    help="Last lines of each file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line of the logs.")
 def command(
     run: str,

@@ -23,7 +23,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "submit": ("submit", "Compile a recipe for a cluster and start it."),
         "plan": ("plan", "Show what would run where, and why."),
-        "render": ("render", "Write the batch script alone."),
+        "render": ("render", "Write the batch scripts alone."),
         "eval": ("evaluate", "Score a model, or the weights of a run."),
     },
     "Look": {
@@ -137,11 +137,9 @@ def cli(debug: bool) -> None:
 
 
 def main() -> None:
-    """Entry point: never a traceback for a user's mistake."""
+    """Entry point: never a traceback but with ``--debug``."""
     try:
         code = cli.main(standalone_mode=False)
-    except click.exceptions.Exit as end:
-        code = end.exit_code
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -157,5 +155,11 @@ def main() -> None:
         if env.is_debug():
             raise
         print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
+        code = ExitCode.FAILED
+    except Exception as error:  # a fault of ours: told in one line as any other
+        if env.is_debug():
+            raise
+        said = " ".join(str(error).split())
+        print(f"error: {type(error).__name__}: {said}; --debug shows where", file=sys.stderr)
         code = ExitCode.FAILED
     sys.exit(code if isinstance(code, int) else 0)

@@ -59,18 +59,27 @@ def _in_words(estimate: dict[str, Any]) -> str:
     )
 
 
+def _nodes_in_words(plan: Plan, kind: str) -> str:
+    cpu = sum(node.is_cpu for node in plan.nodes)
+    words = [f"{len(plan.nodes) - cpu} node(s) of {plan.accelerators_per_node} {kind}"]
+    words += [f"{cpu} of the CPU partition"] if cpu else []
+    words += [f"{plan.spare_nodes} spare"] if plan.spare_nodes else []
+    words += [f"{plan.num_elastic} job(s) of one engine"] if plan.num_elastic else []
+    return " + ".join(words)
+
+
 def show_plan(plan: Plan) -> None:
     kind = "GPUs" if plan.accelerator == "gpu" else "CPU slots"
     click.echo(f"{plan.name}: {plan.kind.value} on profile {plan.profile_name} ({plan.scheduler})")
-    click.echo(f"  {len(plan.nodes)} node(s) of {plan.accelerators_per_node} {kind}\n")
+    click.echo(f"  {_nodes_in_words(plan, kind)}\n")
     for phase in plan.phases:
         recipe = phase.recipe
         steps = f"{recipe.max_steps} steps, " if recipe.max_steps else ""
         click.echo(f"phase {phase.name}: {recipe.kind.value}, {steps}model {phase.model_path}")
-        for process in phase.processes:
-            nodes = ",".join(map(str, process.nodes))
+        for process in (*phase.processes, *phase.elastic):
+            where = "own job" if process in phase.elastic else f"node {','.join(map(str, process.nodes))}"
             taken = ",".join(map(str, process.accelerators)) or "-"
-            click.echo(f"  {process.name:<16} node {nodes:<8} {kind} {taken:<17} {process.on_exit.value}")
+            click.echo(f"  {process.name:<16} {where:<13} {kind} {taken:<17} {process.on_exit.value}")
         click.echo()
     for note in plan.notes:
         click.echo(f"chosen for you: {note}")

@@ -59,7 +59,14 @@ Example:
 
     @click.command(name, epilog=epilog, help=about)
     @click.argument("run", metavar="RUN|RECIPE" if name == SERVED else "RUN")
-    @click.option("--index", default=0, show_default=True, help="Which one of the role.")
+    @click.option(
+        *("--index",),
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="I",
+        show_default=True,
+        help="Which one of the role.",
+    )
     @click.option("--phase", help="Phase of the plan. [default: the one that has this role]")
     @more
     def command(run: str, index: int, phase: str | None, **how: Any) -> int | None:

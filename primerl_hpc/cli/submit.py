@@ -108,23 +108,26 @@ def _dry_run(
     loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest, as_json: bool
 ) -> int:
     from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.launch.prepare import job_script, make_script
+    from primerl_hpc.launch.after import export_script, make_scripts
+    from primerl_hpc.launch.prepare import engines_script, job_script
     from primerl_hpc.launch.submit import check_run, prepare_run
 
     if run_dir is not None:
         run, plan = prepare_run(loaded, profile, run_dir, chain)
-        script, path = job_script(run).read_text(), job_script(run)
+        path = job_script(run)
+        every = (path, engines_script(run), export_script(run))
+        scripts = {each.name: each.read_text() for each in every if each.is_file()}
     else:
-        plan = check_run(loaded, profile, chain)
-        script, path = make_script(plan, profile), None
+        plan, path = check_run(loaded, profile, chain), None
+        scripts = make_scripts(plan, profile)
     if as_json:
-        print_json(
-            {"plan": plan.model_dump(mode="json"), "script": script, "path": str(path) if path else None}
-        )
+        made = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        print_json({"plan": plan.model_dump(mode="json"), **made})
         return 0
     show_plan(plan)
-    click.echo("\nbatch script:\n")
-    click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
+    for name, script in scripts.items():
+        click.echo(f"\n{name}:\n")
+        click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
     launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
     if path is not None:
         click.echo(f"prepared; start it by hand with:  {launcher} {shlex.quote(str(path))}")

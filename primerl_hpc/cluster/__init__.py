@@ -1,1 +1,1 @@
-"""Where to train: the YAML of a site. Reading order: schema → load."""
+"""Where to train: the YAML of a site. Reading order: schema → load → directives (profile keys as options of sbatch)."""

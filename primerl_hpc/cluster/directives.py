@@ -53,6 +53,15 @@ OWN_OPTIONS = frozenset(
 )
 """Options that the plan or the supervisor decide; a second one in the script would break the run in silence."""
 
+OWN_STEP_OPTIONS = frozenset(
+    (
+        *("overlap", "job-name", "nodes", "ntasks", "ntasks-per-node", "nodelist", "het-group"),
+        *("cpus-per-task", "mem", "gres", "export", "kill-on-bad-exit", "input", "output", "error"),
+        *("open-mode", "wait"),
+    )
+)
+"""Options of srun that a step of ours has (`runtime/srun_step.py`), or that its ending and its log rely on."""
+
 _PLAIN_KEYS = ("partition", "account", "qos", "constraint", "reservation", "time", "time_min")
 _LATER_KEYS = ("nodelist", "exclude", "switches", "hint")
 _LAST_KEYS = ("dependency", "begin", "nice", "wckey", "comment")

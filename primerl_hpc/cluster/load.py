@@ -15,10 +15,10 @@ from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
-from primerl_hpc.common.assets import find_asset
+from primerl_hpc.common.assets import find_yaml
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.common.validate import is_text, validate
-from primerl_hpc.common.yamldoc import Document, dump_yaml, from_override, load_yaml
+from primerl_hpc.common.validate import from_variable, is_text, validate
+from primerl_hpc.common.yamldoc import Document, dump_yaml, from_override, load_yaml, with_dots
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ def load_profile(
     path = Path(name)
     if not path.is_file():
         try:
-            path = find_asset("cluster_profiles", name if path.suffix else f"{name}.yaml")
+            path = find_yaml("cluster_profiles", name)
         except NotFoundError as error:
             raise NotFoundError(f"no cluster profile '{name}'", mend=error.mend) from None
     document = load_yaml(path)
     changes = [_split(text) for text in overrides]
-    above = [(key, value, variable) for variable, key, value in env.profile_overrides(environ)]
+    variables = env.profile_overrides(environ)
+    above = [(from_variable(Profile, key), value, name) for name, key, value in variables]
     for key, value, origin in [*above, *((key, value, "--profile-set") for key, value in changes)]:
         document = document.overlay(from_override(key, value, origin, is_text=is_text(Profile, key)))
     profile = _find_templates(validate(Profile, document), document, path)
@@ -80,4 +81,4 @@ def _split(text: str) -> tuple[str, str]:
         raise ConfigError(
             f"--profile-set {text!r} is not of the form key=value", mend="write e.g. scheduler.time=02:00:00"
         )
-    return key.strip(), value
+    return with_dots(key), value

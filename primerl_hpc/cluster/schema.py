@@ -75,6 +75,16 @@ def _check_no_comma(value: str) -> str:
     return value
 
 
+def _check_margin(time: str | None, key: str, margin_s: int) -> None:
+    """Raises ValueError for a walltime within which the warning of its end would not come."""
+    limit = minutes(time)
+    if limit is not None and margin_s >= 60 * limit:
+        raise ValueError(
+            f"a walltime of {time} is {limit:g} minutes, and the job is to be warned "
+            f"{margin_s} s before its end; raise {key} or lower signal_margin_s"
+        )
+
+
 SlurmTime = Annotated[str, BeforeValidator(_bare_number), AfterValidator(_check_time)]
 OneLine = Annotated[str, AfterValidator(_check_one_line), AfterValidator(_check_given)]
 Word = Annotated[str, AfterValidator(_check_word)]
@@ -174,6 +184,10 @@ class Scheduler(Block):
     def _srun_extra_are_options(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if bad := [text for text in value if not re.fullmatch(r"--[a-z][a-z0-9-]+(=.*)?", text)]:
             raise ValueError(f"{bad[0]!r} is not an option; write it as --key=value")
+        for text in value:
+            option, _ = directives.parse_option(text)
+            if option in directives.OWN_STEP_OPTIONS:
+                raise ValueError(f"--{option} is decided by the plan")
         return value
 
     @model_validator(mode="after")
@@ -189,12 +203,11 @@ class Scheduler(Block):
 
     @model_validator(mode="after")
     def _the_warning_comes_within_the_walltime(self) -> Self:
-        limit = minutes(self.time)
-        if limit is not None and self.signal_margin_s >= 60 * limit:
-            raise ValueError(
-                f"a walltime of {self.time} is {limit:g} minutes, and the job is to be warned "
-                f"{self.signal_margin_s} s before its end; raise time or lower signal_margin_s"
-            )
+        _check_margin(self.time, "time", self.signal_margin_s)
+        _check_margin(self.time_min, "time_min", self.signal_margin_s)
+        least, most = minutes(self.time_min), minutes(self.time)
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"time_min {self.time_min} is longer than time {self.time}")
         return self
 
 
@@ -202,14 +215,19 @@ class CpuPartition(Block):
     """Nodes without GPUs for the orchestrator (``layout.orchestrator.place: cpu-partition``), one per run."""
 
     partition: OneLine
+    """Partition of such nodes."""
     account: OneLine | None = None
     """Default: the scheduler's; so are ``qos`` and the walltime."""
     qos: OneLine | None = None
+    """Default: the scheduler's."""
     constraint: OneLine | None = None
+    """Node features to ask for."""
     cores: PositiveInt = 8
     """Cores to ask for."""
     memory: Memory | None = "32G"
+    """``--mem``, as ``scheduler.memory``."""
     exclusive: Bool = False
+    """Whole nodes."""
 
 
 class Elastic(Block):
@@ -218,8 +236,11 @@ class Elastic(Block):
     partition: OneLine | None = None
     """May be a preemptible one: an engine that is taken away is missed by nobody for long."""
     account: OneLine | None = None
+    """Whose budget pays for them."""
     qos: OneLine | None = None
+    """Their quality of service."""
     constraint: OneLine | None = None
+    """Node features that they need."""
     time: SlurmTime | None = None
     """Walltime of one engine's job; an engine whose time is over goes back into the queue."""
 
@@ -234,11 +255,16 @@ class Node(Block):
     gpu: OneLine | None = None
     """Kind of GPU, e.g. ``H100-SXM``."""
     gpu_memory_gib: PositiveFloat | None = None
+    """Memory of one GPU."""
     cores: PositiveInt = 1
+    """Cores that a run may use."""
     memory_gib: PositiveFloat | None = None
+    """Memory of the node that a run may use."""
 
 
 class Network(Block):
+    """How processes on several nodes reach each other."""
+
     interface: Word | None = None
     """What joins the nodes, e.g. ``ib0``: processes listen on its address, and NCCL and Gloo use it unless ``env`` says
     otherwise. Null: the address of the node's name."""
@@ -247,7 +273,10 @@ class Network(Block):
 
 
 class Container(Block):
+    """A container image, and what is mounted into it."""
+
     kind: Literal["none", "pyxis", "apptainer"] = "none"
+    """Who starts it: pyxis (an option of srun), or apptainer."""
     image: Program | None = None
     """File, or registry address."""
     mounts: tuple[Mount, ...] = ()
@@ -266,14 +295,20 @@ class Environment(Block):
     python: Program | None = None
     """Python interpreter; null: the one that submits."""
     container: Container = Container()
+    """Container of these processes; kind none: they run on the node itself."""
     env: Variables = Field(default_factory=dict)
+    """Variables of these processes, over ``env``."""
 
 
 class Software(Block):
+    """Modules, setup, interpreters and containers."""
+
     modules: tuple[OneLine, ...] = ()
+    """Environment modules that the batch script loads, in this order."""
     setup: tuple[OneLine, ...] = ()
     """Shell lines run once in the batch script, after the modules. They are shell, on purpose."""
     default: Environment = Environment()
+    """Of every role that has none of its own."""
     roles: dict[Role, Environment] = Field(default_factory=dict)
     """Roles with an environment of their own: vLLM's pins and the trainer's seldom agree."""
 
@@ -288,6 +323,7 @@ class Preflight(Block):
     """What every node is asked before the first process of an attempt. A bad node gets no work."""
 
     enabled: Bool = True
+    """Whether nodes are asked at all."""
     timeout_s: PositiveInt = 120
     """A node that has not told its findings by then is bad."""
     min_scratch_gib: NonNegativeFloat = 1.0
@@ -300,8 +336,11 @@ class Preflight(Block):
 
 class Profile(Block):
     name: str
+    """The site's, as ``--profile`` names it."""
     description: str = ""
+    """One line, for people."""
     docs_url: str | None = None
+    """Where the site describes its machine."""
     verified: str | None = None
     """When and how the facts of this file were last checked."""
     nodes: PositiveInt = 1
@@ -311,8 +350,10 @@ class Profile(Block):
     cpu_partition: CpuPartition | None = None
     node: Node = Node()
     network: Network = Network()
+    """How processes on several nodes reach each other."""
     preflight: Preflight = Preflight()
     software: Software = Software()
+    """Modules, setup, interpreters and containers."""
     env: Variables = Field(default_factory=dict)
     """Variables for every role."""
     runs_dir: str | None = None
@@ -339,6 +380,11 @@ class Profile(Block):
             )
         if self.scheduler.spare_nodes and self.scheduler.type == "local":
             raise ValueError("scheduler.spare_nodes needs SLURM: a machine has no other node")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_warned_within_their_walltime(self) -> Self:
+        _check_margin(self.elastic.time, "elastic.time", self.scheduler.signal_margin_s)
         return self
 
     @property

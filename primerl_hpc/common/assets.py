@@ -40,6 +40,14 @@ def find_asset(kind: str, name: str) -> Path:
     raise NotFoundError(f"no '{name}' among the {kind.replace('_', ' ')}", mend=f"known: {known}")
 
 
+def find_yaml(kind: str, name: str) -> Path:
+    """The file of that name, with or without its suffix: a name may have dots of its own. Raises NotFoundError."""
+    try:
+        return find_asset(kind, name)
+    except NotFoundError:
+        return find_asset(kind, f"{name}.yaml")
+
+
 def list_assets(kind: str, pattern: str = "*.yaml") -> list[str]:
     """Names (relative paths) of all assets of a kind, from every root."""
     names = {

@@ -18,6 +18,8 @@ def _check_variables(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} cannot be the name of an environment variable")
+        if name.startswith("PRIMERL_"):
+            raise ValueError(f"{name} is set by the run itself")
         if "\0" in text:
             raise ValueError(f"the value of {name} has a NUL character")
     return value
@@ -35,7 +37,7 @@ FractionBelowOne = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Bool = Annotated[bool, Field(strict=True)]
 Auto = Literal["auto"]
 Variables = Annotated[dict[str, str], AfterValidator(_check_variables)]
-"""Environment variables."""
+"""Environment variables of processes; ours are not among them."""
 Scalar = str | Bool | Int | Float | None
 
 

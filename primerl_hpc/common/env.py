@@ -3,7 +3,7 @@
 Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
 (where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_TEMPLATES`` (a folder of your own sbatch templates),
 ``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
-levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
+levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``, ``PRIMERL_ENV__HF_HOME=/x``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
 the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``cluster/load.py``.
 """
 
@@ -57,24 +57,24 @@ RESERVED = frozenset(
 )
 
 
-def recipe_overrides(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """``PRIMERL_OPTIMIZER__LR=1e-5`` → ``{"optimizer.lr": "1e-5"}``; the variables above are not overrides."""
-    environ = os.environ if environ is None else environ
-    return {
-        name.removeprefix("PRIMERL_").lower().replace("__", "."): value
-        for name, value in sorted(environ.items())
-        if name.startswith("PRIMERL_") and name not in RESERVED and not name.startswith(_PROFILE_PREFIX)
-    }
+Override = tuple[str, str, str]
+"""A variable's name, the part of it that names a key (``OPTIMIZER__LR``), and its value."""
 
 
-def profile_overrides(environ: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """``PRIMERL_PROFILE__SCHEDULER__TIME=60`` → (its name, ``scheduler.time``, ``60``), sorted by name."""
-    environ = os.environ if environ is None else environ
-    return [
-        (name, name.removeprefix(_PROFILE_PREFIX).lower().replace("__", "."), value)
-        for name, value in sorted(environ.items())
-        if name.startswith(_PROFILE_PREFIX)
-    ]
+def recipe_overrides(environ: Mapping[str, str] | None = None) -> list[Override]:
+    """Of ``PRIMERL_OPTIMIZER__LR`` and its like, sorted by name; the variables above are not overrides."""
+    every = _starting_with("PRIMERL_", environ)
+    return [each for each in every if each[0] not in RESERVED and not each[0].startswith(_PROFILE_PREFIX)]
+
+
+def profile_overrides(environ: Mapping[str, str] | None = None) -> list[Override]:
+    """Of ``PRIMERL_PROFILE__SCHEDULER__TIME`` and its like, sorted by name."""
+    return _starting_with(_PROFILE_PREFIX, environ)
+
+
+def _starting_with(prefix: str, environ: Mapping[str, str] | None) -> list[Override]:
+    every = sorted((os.environ if environ is None else environ).items())
+    return [(name, name.removeprefix(prefix), value) for name, value in every if name.startswith(prefix)]
 
 
 def state_home() -> Path:
@@ -120,10 +120,6 @@ def process() -> str:
 
 def interface() -> str | None:
     return os.environ.get(INTERFACE) or None
-
-
-def engine_api_key() -> str | None:
-    return os.environ.get(ENGINE_API_KEY) or None
 
 
 def set_engine_api_key(key: str) -> None:

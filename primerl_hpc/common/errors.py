@@ -77,9 +77,3 @@ class RoleError(PrimerlError):
 
 class TimeoutWaitingError(RoleError):
     """A peer did not publish what was waited for in time; names what, where and how long."""
-
-
-class NoProgressError(PrimerlError):
-    """Restarting again would repeat the fault: no step was finished since the last restart."""
-
-    exit_code = ExitCode.NO_CONTINUE

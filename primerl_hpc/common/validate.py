@@ -80,7 +80,7 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
         )
         got = ""
     if fault["type"] == "union_tag_not_found":
-        tags = ", ".join(_tag(each) for each in blocks_at(block, path))
+        tags = ", ".join(tag_of(each) for each in blocks_at(block, path))
         return ConfigError(f"key '{key}.type' is missing", place=place, mend=f"it is one of {tags}")
     return ConfigError(f"{key}: {message}{got if 'must be' in message else ''}", place=place)
 
@@ -97,13 +97,13 @@ def _mend_of_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: t
     """Where a key belongs that its block does not know; ``loc`` names the branch of a union."""
     above, word = path[:-1], str(path[-1])
     blocks = blocks_at(block, above)
-    if types := [_tag(each) for each in blocks if word in each.model_fields and _tag(each)]:
+    if types := [tag_of(each) for each in blocks if word in each.model_fields and tag_of(each)]:
         return f"it belongs to {dotted((*above, 'type'))} {' and '.join(types)}"
     nested = (*(part for part in above if isinstance(part, str)), word)
     if "." in word and dotted(nested) in all_paths(block):
         outer, *inner = word.split(".")
         return f"write it nested: {outer}: {{{': {'.join(inner)}: …{'}' * len(inner)}"
-    written = [each for each in blocks if _tag(each) and _tag(each) in loc[-2:-1]]
+    written = [each for each in blocks if tag_of(each) and tag_of(each) in loc[-2:-1]]
     owner = next(iter(written), None) or block_at(block, above)
     near = nearest(word, list(owner.model_fields)) if owner else None
     everywhere = nearest_path(block, word)
@@ -114,7 +114,7 @@ def _mend_of_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: t
     return f"known here: {', '.join(owner.model_fields)}" if owner else ""
 
 
-def _tag(block: type[BaseModel]) -> str:
+def tag_of(block: type[BaseModel]) -> str:
     """What ``type`` a branch of a union is for; empty for a block that is in none."""
     tag = block.model_fields.get("type")
     return str(tag.default) if tag is not None and tag.default is not PydanticUndefined else ""
@@ -135,9 +135,9 @@ def yaml_path(block: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str |
             current = [each for annotation in fields for each in unfold(annotation)]
         elif any(_is_branch(each, part) for each in current):
             current = [each for each in current if _is_branch(each, part)] or current
-        elif owners or dict in current:
+        elif owners or any(get_origin(each) is dict for each in current):
             path.append(part)  # an unknown key of a block, or a key of a free mapping
-            current = []
+            current = _inside(current, part)
     return tuple(path)
 
 
@@ -155,28 +155,35 @@ def _is_block(candidate: Any) -> bool:
 
 
 def unfold(annotation: Any) -> list[Any]:
-    """Every type an annotation may hold: the branches of unions, the items of tuples, annotated types plain."""
+    """Every type an annotation may hold: the branches of unions, the items of tuples, annotated types plain; mappings whole."""
     args = get_args(annotation)
-    if getattr(annotation, "__origin__", None) is dict:
-        return [dict]
-    if not args:
+    if not args or get_origin(annotation) is dict:
         return [annotation]
     return [each for arg in args if arg is not Ellipsis for each in unfold(arg)]
 
 
 def blocks_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[type[BaseModel]]:
     """The blocks whose keys may live under ``path``: of a union every branch; none for free mappings."""
+    return [each for each in _types_at(block, path) if _is_block(each)]
+
+
+def _types_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[Any]:
     current: list[Any] = [block]
     for part in path:
-        if isinstance(part, int) or str(part).isdecimal():
-            continue
-        current = [
-            each
-            for owner in current
-            if _is_block(owner) and part in owner.model_fields
-            for each in unfold(owner.model_fields[str(part)].annotation)
-        ]
-    return [each for each in current if _is_block(each)]
+        if not (isinstance(part, int) or str(part).isdecimal()):
+            current = _inside(current, str(part))
+    return current
+
+
+def _inside(owners: list[Any], key: str) -> list[Any]:
+    """What a key of any of ``owners`` may hold."""
+    found: list[Any] = []
+    for owner in owners:
+        if _is_block(owner) and key in owner.model_fields:
+            found += unfold(owner.model_fields[key].annotation)
+        elif get_origin(owner) is dict:
+            found += unfold(get_args(owner)[1])
+    return found
 
 
 def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
@@ -187,6 +194,8 @@ def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseMo
 def is_text(block: type[BaseModel], key: str) -> bool:
     """Whether the key takes text and nothing else (but null)."""
     path = tuple(key.split("."))
+    if is_variable(block, key):
+        return True
     owner = block_at(block, path[:-1])
     if owner is None or path[-1] not in owner.model_fields:
         return False
@@ -194,6 +203,18 @@ def is_text(block: type[BaseModel], key: str) -> bool:
     branches = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = {each.__origin__ if hasattr(each, "__metadata__") else each for each in branches}
     return plain - {type(None)} == {str}
+
+
+def is_variable(block: type[BaseModel], key: str) -> bool:
+    """Whether the key is the name of an environment variable, in a mapping of such names to text."""
+    return dict[str, str] in _types_at(block, tuple(key.split("."))[:-1])
+
+
+def from_variable(block: type[BaseModel], name: str) -> str:
+    """``LOSS__KL_TAU`` → ``loss.kl_tau``; ``ENV__HF_HOME`` → ``env.HF_HOME``, for the case of such a name counts."""
+    above, dot, last = name.replace("__", ".").rpartition(".")
+    key = f"{above.lower()}{dot}{last}"
+    return key if is_variable(block, key) else key.lower()
 
 
 def nearest(word: str, known: list[str]) -> str | None:

@@ -4,12 +4,13 @@
     doc.values["optimizer"]["lr"], doc.origins["optimizer.lr"]      # 1e-05, Origin('recipe.yaml:7')
 
 Documents are laid over each other with `Document.overlay`: mappings merge, anything else replaces. A value of
-``null`` replaces too, so an inherited block can be switched off.
+``null`` replaces too, so an inherited block can be switched off. What `dump_yaml` writes, `load_yaml` reads as it was.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,26 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would take for something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+IsAnother = Callable[[tuple[str, ...], dict[str, Any], dict[str, Any]], bool]
+"""Of a path and two mappings there: whether the upper one is another thing, which takes the place of the lower one."""
+
+
 @dataclass
 class Document:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted path → ``file:line``, or ``PRIMERL_X``, or ``--set``. List items are ``a.0.b``."""
 
-    def overlay(self, above: Document) -> Document:
+    def overlay(self, above: Document, is_another: IsAnother = lambda path, low, high: False) -> Document:
         """This document with ``above`` laid over it."""
         origins = dict(self.origins)
-        values = _merge(self.values, above.values, (), origins)
+        values = _merge(self.values, above.values, (), origins, is_another)
         origins.update(above.origins)
         return Document(values, origins)
 
@@ -123,10 +134,18 @@ def from_override(path: str, text: str, origin: str, *, is_text: bool = False) -
     """
     parts = path.split(".")
     value: Any = text if is_text and parse_value(text) is not None else parse_value(text)
+    origins = {".".join(parts[:end]): origin for end in range(1, len(parts) + 1)}
+    origins |= {dotted((path, *inner)): origin for inner in _paths_in(value)}
     for part in reversed(parts):
         value = {part: value}
-    origins = {".".join(parts[:end]): origin for end in range(1, len(parts) + 1)}
     return Document(value, origins)
+
+
+def _paths_in(value: Any) -> Iterator[tuple[str | int, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        yield (key,)
+        yield from ((key, *inner) for inner in _paths_in(each))
 
 
 def with_dots(key: str) -> str:
@@ -135,20 +154,24 @@ def with_dots(key: str) -> str:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
 
 
 def _merge(
-    low: dict[str, Any], high: dict[str, Any], path: tuple[str, ...], origins: dict[str, str]
+    low: dict[str, Any],
+    high: dict[str, Any],
+    path: tuple[str, ...],
+    origins: dict[str, str],
+    is_another: IsAnother,
 ) -> dict[str, Any]:
     merged = dict(low)
     for key, value in high.items():
-        here = (*path, str(key))
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value, here, origins)
+        here, below = (*path, str(key)), merged.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and not is_another(here, below, value):
+            merged[key] = _merge(below, value, here, origins, is_another)
             continue
-        if isinstance(value, dict) and value and isinstance(merged.get(key), list) and _are_indices(value):
-            merged[key] = _merge_items(merged[key], value, here, origins)
+        if isinstance(value, dict) and value and isinstance(below, list) and _are_indices(value):
+            merged[key] = _merge_items(below, value, here, origins, is_another)
             continue
         merged[key] = value
         for stale in [each for each in origins if each.startswith(dotted(here) + ".")]:
@@ -161,7 +184,11 @@ def _are_indices(keys: dict[str, Any]) -> bool:
 
 
 def _merge_items(
-    low: list[Any], high: dict[str, Any], path: tuple[str, ...], origins: dict[str, str]
+    low: list[Any],
+    high: dict[str, Any],
+    path: tuple[str, ...],
+    origins: dict[str, str],
+    is_another: IsAnother,
 ) -> list[Any]:
     """Raises ConfigError for an index beyond the list."""
     for index in high:
@@ -170,9 +197,8 @@ def _merge_items(
                 f"{dotted((*path, index))}: {dotted(path)} has {len(low)} items, counted from 0"
             )
     by_index = {str(index): item for index, item in enumerate(low)}
-    return list(
-        _merge(by_index, {str(int(index)): item for index, item in high.items()}, path, origins).values()
-    )
+    changes = {str(int(index)): item for index, item in high.items()}
+    return list(_merge(by_index, changes, path, origins, is_another).values())
 
 
 def _note_origins(node: yaml.Node, path: tuple[str | int, ...], name: str, origins: dict[str, str]) -> None:

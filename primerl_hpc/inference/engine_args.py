@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.combinations import MAX_SERVED_RANK
 from primerl_hpc.recipe.schema import InferenceLayout, Recipe
 
@@ -26,34 +25,12 @@ _SWITCHES = frozenset(
 )  # vLLM's flags that have no --no- form
 CPU_KV_CACHE_GIB = 1.0  # vLLM's own default would reserve 92 % of the machine's memory
 
-# what the run relies on: another value would break identity of tokens, auth, or the plan
-_OURS = frozenset(
-    {
-        *(
-            "model",
-            "served-model-name",
-            "host",
-            "port",
-            "uds",
-            "api-key",
-            "middleware",
-            "worker-extension-cls",
-        ),
-        *("tensor-parallel-size", "data-parallel-size", "api-server-count", "logprobs-mode", "headless"),
-        *("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"),
-        *("data-parallel-start-rank", "nnodes", "node-rank", "master-addr", "master-port"),
-        *("enable-lora", "max-lora-rank", "max-loras", "lora-modules"),
-        *("enable-return-routed-experts", "kv-transfer-config"),
-    }
-)
-
 
 def engine_args(recipe: Recipe, *, model_path: str, accelerator: str, is_prefill: bool = False) -> list[str]:
     """vLLM's arguments for one engine, without host and port (the server hands over a bound socket).
 
     ``model_path``: hub id or folder of the weights to start with. The served name stays the recipe's model for every
-    policy version; an adapter is loaded later, under `Recipe.policy_name`. Raises ConfigError when
-    ``inference.extra_args`` sets what the run itself decides.
+    policy version; an adapter is loaded later, under `Recipe.policy_name`.
     """
     inference, layout = recipe.inference, recipe.layout.inference
     is_cpu = accelerator == "cpu"
@@ -91,8 +68,6 @@ def engine_args(recipe: Recipe, *, model_path: str, accelerator: str, is_prefill
     }
     for name, value in inference.extra_args.items():
         key = name.lstrip("-").replace("_", "-")
-        if key in _OURS:
-            raise ConfigError(f"inference.extra_args may not set '{key}'", mend="the run decides it itself")
         options[key] = value
     denied = {
         name.lstrip("-").replace("_", "-") for name, value in inference.extra_args.items() if value is False

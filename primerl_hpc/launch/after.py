@@ -27,6 +27,7 @@ from primerl_hpc.launch.prepare import (
     freeze,
     interpreter,
     job_script,
+    make_engines_script,
     make_script,
     package_root,
 )
@@ -57,14 +58,31 @@ def check_after(plan: Plan, profile: LoadedProfile) -> None:
         _evaluation(RunDir(Path("/checked/before/anything/is/made")), plan, profile)
 
 
+def make_scripts(plan: Plan, profile: LoadedProfile) -> dict[str, str]:
+    """Every script that is submitted with a run, by its name: its own, its elastic engines', its export's.
+
+    Raises ConfigError.
+    """
+    scripts = {"job.sbatch": make_script(plan, profile)}
+    if plan.num_elastic:
+        scripts["engines.sbatch"] = make_engines_script(plan, profile)
+    if after_of(plan).export is not None:
+        scripts["export.sbatch"] = make_export_script(plan, profile)
+    return scripts
+
+
+def make_export_script(plan: Plan, profile: LoadedProfile) -> str:
+    export = after_of(plan).export
+    assert export is not None
+    theirs = change_profile(profile, export.profile, "after.export.profile")
+    return render_export(plan, theirs.profile, python=interpreter(theirs), package_root=package_root())
+
+
 def prepare_after(run: RunDir, plan: Plan, profile: LoadedProfile) -> None:
     """Write the export's script, and a frozen run directory for the evaluation."""
     after = after_of(plan)
     if after.export is not None:
-        theirs = change_profile(profile, after.export.profile, "after.export.profile")
-        python, root = interpreter(theirs), package_root()
-        text = render_export(plan, theirs.profile, python=python, package_root=root)
-        write_text(export_script(run), text, mode=0o755)
+        write_text(export_script(run), make_export_script(plan, profile), mode=0o755)
     if after.evaluation is not None:
         recipe, theirs, their_plan = _evaluation(run, plan, profile)
         made = claim_run_dir(recipe.name, theirs, run.evaluation.root)

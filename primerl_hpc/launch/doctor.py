@@ -27,6 +27,7 @@ from primerl_hpc.render.job import cpu_component, own_templates
 
 def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
     """Findings in the order in which they build on each other; stops where the rest cannot be asked."""
+    yield Finding("profile", True, _about(profile))
     yield _runs_folder(profile)
     if profile.scheduler.type == "local":
         yield Finding("scheduler", True, "this machine, no SLURM needed")
@@ -60,6 +61,18 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
         return
     for part in parts:
         yield _test_submission(part, profile)
+
+
+def _about(profile: Profile) -> str:
+    """What the profile says of its site, for whoever compares it with what is found."""
+    node = profile.node
+    facts = [f"{node.gpus} × {node.gpu or 'GPU'}" if node.gpus else "no GPUs"]
+    facts += [f"{node.gpu_memory_gib:g} GiB each"] if node.gpus and node.gpu_memory_gib else []
+    facts += [f"{node.cores} cores"] if node.cores > 1 else []
+    facts += [f"{node.memory_gib:g} GiB"] if node.memory_gib else []
+    verified = f"verified: {profile.verified}" if profile.verified else ""
+    parts = (profile.description, f"nodes of {', '.join(facts)}", verified, profile.docs_url)
+    return f"{profile.name}: {'; '.join(filter(None, parts))}"
 
 
 def _runs_folder(profile: Profile) -> Finding:

@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.common.rundir import COMPLETE, RunDir
 from primerl_hpc.recipe.schema import Recipe
@@ -16,17 +15,11 @@ def import_checkpoint(run: RunDir, recipe: Recipe) -> None:
     """Link what ``checkpoint.fork`` names into ``run``, marker last; the roles then resume from it like from their own.
 
     Hard links where both lie on one filesystem: pruning one run takes nothing from the other. Else copies.
-    Raises ConfigError when no step is left to train.
     """
     fork = recipe.checkpoint.fork
     if fork is None:
         return
     assert fork.step is not None  # resolved
-    if fork.step >= recipe.steps:
-        raise ConfigError(
-            f"checkpoint {fork.step} of {fork.run} is at or beyond max_steps {recipe.steps}",
-            mend="raise max_steps: steps count on from the checkpoint's",
-        )
     source, target = RunDir(Path(fork.run)).checkpoint(fork.step), run.checkpoint(fork.step)
     shutil.copytree(
         source,

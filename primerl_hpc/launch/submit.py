@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from primerl_hpc.launch.after import (
 from primerl_hpc.launch.chain import ChainRequest, check_chain, drop_jobs, together
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.launch.fork import import_checkpoint
+from primerl_hpc.launch.hub_cache import uncached_models
 from primerl_hpc.launch.prepare import (
     claim_run_dir,
     clear_run_dir,
@@ -92,6 +94,12 @@ def check_run(
     check_chain(chain, plan)
     check_after(plan, profile)
     check_keys(plan, profile)
+    for name in uncached_models(plan, profile.profile):
+        print(
+            f"warning: the nodes of profile '{profile.profile.name}' are offline, and {name} lies in no cache here; "
+            "download it first (hf download), or give a folder",
+            file=sys.stderr,
+        )
     return plan
 
 

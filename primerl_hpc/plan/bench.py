@@ -2,7 +2,7 @@
 
 request = BenchRequest(lengths="512-4096", steps=8)
 recipe = for_bench(recipe, request)
-request.draw(3, seed=0)                              # [2211, 894, 3070]
+request.draw(3, seed=0)                              # [3970, 2089, 3616]
 """
 
 from __future__ import annotations

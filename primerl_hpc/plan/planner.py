@@ -112,6 +112,17 @@ def _check(recipe: Recipe, profile: Profile) -> None:
             "experts it chose",
             mend="leave it out, or choose a profile with GPUs",
         )
+    is_trained = recipe.kind in (Kind.RL, Kind.SFT)
+    if is_trained and profile.accelerator == "cpu" and recipe.layout.trainer.expert_backend == "deepep":
+        raise ConfigError(
+            f"layout.trainer.expert_backend: deepep needs GPUs, and profile '{profile.name}' has none",
+            mend="use torch, or choose a profile with GPUs",
+        )
+    if is_trained and profile.accelerator == "cpu" and recipe.model.attention.startswith("flash"):
+        raise ConfigError(
+            f"model.attention: {recipe.model.attention} needs GPUs, and profile '{profile.name}' has none",
+            mend="use auto, or choose a profile with GPUs",
+        )
     if recipe.layout.orchestrator.place == "cpu-partition" and (
         profile.cpu_partition is None or profile.scheduler.type == "local"
     ):

@@ -58,8 +58,7 @@ def split(recipe: Recipe, profile: Profile) -> Split:
         spares = f", {profile.scheduler.spare_nodes} of them spare" if profile.scheduler.spare_nodes else ""
         raise ConfigError(
             f"the recipe asks for {result.num_nodes} nodes, profile '{profile.name}' has {profile.nodes}{spares}",
-            mend="lower layout.inference.nodes or layout.trainer.nodes"
-            + "".join(f" or {_key(role)}.replicas" for role in result.beside),
+            mend=_fewer_nodes(recipe, profile, needs_inference, needs_trainer),
         )
     result = replace(result, elastic=elastic)
     if recipe.layout.orchestrator.place != "cpu-partition" or recipe.kind == Kind.SFT:
@@ -67,6 +66,26 @@ def split(recipe: Recipe, profile: Profile) -> Split:
     cpu_node = result.num_nodes
     notes.append(f"layout.orchestrator.place: node {cpu_node} is of the CPU partition")
     return replace(result, num_nodes=cpu_node + 1, head=cpu_node, cpu_node=cpu_node, notes=tuple(notes))
+
+
+def _fewer_nodes(recipe: Recipe, profile: Profile, needs_inference: bool, needs_trainer: bool) -> str:
+    """The keys that can be lowered."""
+    inference, trainer = recipe.layout.inference, recipe.layout.trainer
+    asked: list[tuple[str, int | str, int]] = []  # key, value, the least that another value may be
+    if needs_inference:
+        key = "replicas" if inference.nodes == "auto" else "nodes"
+        asked.append((f"layout.inference.{key}", getattr(inference, key), 1))
+    if needs_trainer and trainer.nodes == "auto":
+        asked.append(("layout.trainer.ranks", trainer.ranks, profile.accelerators_per_node))
+    elif needs_trainer:
+        asked.append(("layout.trainer.nodes", trainer.nodes, 1))
+    asked += [(f"{_key(role)}.replicas", each.replicas, 1) for role, each in recipe.engines_beside.items()]
+    lower = [key for key, value, least in asked if value != "auto" and int(value) > least]
+    if lower:
+        return f"lower {' or '.join(lower)}"
+    if profile.work_nodes == 1:
+        return "leave out layout.inference.nodes and layout.trainer.nodes: all share the one node then"
+    return "choose a profile with more nodes"
 
 
 def _key(role: Role) -> str:
@@ -157,7 +176,7 @@ def _split_one_node(
     replicas = recipe.layout.inference.replicas if needs_inference else 0
     if ranks == "auto":
         reserved = 0 if replicas == 0 else (per_replica if replicas == "auto" else replicas * per_replica)
-        ranks = max(1, total // 2 if replicas == "auto" else total - reserved)
+        ranks = max(1, min(total // 2, total - reserved) if replicas == "auto" else total - reserved)
         notes.append(
             f"layout.trainer.ranks: {ranks} of the node's {profile.accelerators_per_node} accelerators"
         )
@@ -171,9 +190,7 @@ def _split_one_node(
         raise ConfigError(
             f"the recipe asks for {asked + sum(beside.values())} accelerators ({parts}), "
             f"the one node of profile '{profile.name}' has {profile.accelerators_per_node}",
-            mend="lower layout.inference.replicas or layout.trainer.ranks, or raise node.cpu_slots of the profile"
-            if profile.accelerator == "cpu"
-            else "lower layout.inference.replicas or layout.trainer.ranks",
+            mend=_fewer_accelerators(recipe, profile, replicas, ranks),
         )
     engines = _in_one_node(replicas, per_replica, first=0)
     trainer = _in_one_node(1, ranks, first=replicas * per_replica)[0] if ranks else None
@@ -182,6 +199,19 @@ def _split_one_node(
         placed[role] = _in_one_node(each.replicas, each.accelerators_per_replica, first=asked)
         asked += beside[role]
     return Split(1, engines, trainer, head=0, notes=tuple(notes), beside=placed)
+
+
+def _fewer_accelerators(recipe: Recipe, profile: Profile, replicas: int, ranks: int) -> str:
+    """The keys that can be lowered, and what else helps."""
+    engines: dict[str, tuple[int, EngineLayout]] = {"layout.inference": (replicas, recipe.layout.inference)}
+    engines |= {_key(role): (each.replicas, each) for role, each in recipe.engines_beside.items()}
+    lower = [f"{key}.replicas" for key, (count, _) in engines.items() if count > 1]
+    lower += [f"{key}.tensor_parallel" for key, (_, each) in engines.items() if each.tensor_parallel > 1]
+    lower += ["layout.trainer.ranks"] if ranks > 1 else []
+    mends = [f"lower {' or '.join(lower)}"] if lower else []
+    is_cpu = profile.accelerator == "cpu"
+    mends.append("raise node.cpu_slots of the profile" if is_cpu else "choose a profile with more")
+    return ", or ".join(mends)
 
 
 def _in_one_node(count: int, size: int, first: int) -> tuple[Placement, ...]:

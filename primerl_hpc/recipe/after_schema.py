@@ -58,8 +58,12 @@ class EvaluationAfter(AfterJob):
 
 
 class After(Block):
+    """Jobs that start when the training job is done."""
+
     export: ExportAfter | None = None
+    """Make a model folder; null: none."""
     evaluation: EvaluationAfter | None = None
+    """Evaluate the last weights, or more of them; null: none."""
 
 
 __all__ = ["After", "AfterJob", "EvaluationAfter", "ExportAfter"]

@@ -14,8 +14,11 @@ class LinearLengthPenalty(Block):
 
     type: Literal["linear"] = "linear"
     output_weight: NonNegativeFloat = 0.25
+    """w_out: what the group's longest output costs, as a share of its mean reward."""
     input_weight: NonNegativeFloat = 0.1
+    """w_in: the same of tokens of prompts and of environments' replies."""
     turn_weight: NonNegativeFloat = 0.1
+    """w_turn: the same of turns."""
 
 
 class CorrectLengthPenalty(Block):
@@ -45,39 +48,39 @@ class Method(Block):
     """Whether rollouts may show images. Where a rollout is scored or rendered anew, only its text is."""
 
 
-class GRPO(Method):
+class LengthAware(Method):
+    length_penalty: LengthPenalty | None = None
+    """What a rollout's length changes of its reward before it is compared; null: nothing."""
+
+
+class GRPO(LengthAware):
     """A = r - mean(r) over the group, without division by the standard deviation."""
 
     type: Literal["grpo"] = "grpo"
-    length_penalty: LengthPenalty | None = None
 
 
-class GRPOStd(Method):
+class GRPOStd(LengthAware):
     """A = (r - mean(r)) / (std(r) + 1e-8) over the group."""
 
     type: Literal["grpo_std"] = "grpo_std"
-    length_penalty: LengthPenalty | None = None
 
 
-class RLOO(Method):
+class RLOO(LengthAware):
     """A = r - mean of the others' r."""
 
     type: Literal["rloo"] = "rloo"
-    length_penalty: LengthPenalty | None = None
 
 
-class OPO(Method):
+class OPO(LengthAware):
     """A = r - mean of r weighted by the number of sampled tokens."""
 
     type: Literal["opo"] = "opo"
-    length_penalty: LengthPenalty | None = None
 
 
-class MaxRL(Method):
+class MaxRL(LengthAware):
     """A = (r - mean(r)) / mean(r); nothing where mean(r) ≤ 0."""
 
     type: Literal["max_rl"] = "max_rl"
-    length_penalty: LengthPenalty | None = None
 
 
 class RAE(Method):
@@ -85,6 +88,7 @@ class RAE(Method):
 
     type: Literal["rae"] = "rae"
     decay: Fraction = 0.95
+    """Share of its old value that the baseline keeps at each reward."""
 
 
 class HierarchicalGRPO(Method):
@@ -95,7 +99,7 @@ class HierarchicalGRPO(Method):
     """Agents that play several times in an episode and are compared there (the solvers of a proposer-solver game)."""
 
 
-class Echo(Method):
+class Echo(LengthAware):
     """grpo on what the policy sampled, and a small cross-entropy on what the environment said to it."""
 
     type: Literal["echo"] = "echo"
@@ -103,7 +107,6 @@ class Echo(Method):
         default_factory=lambda: {"tool": 0.1}
     )
     """Weight of the cross-entropy on the message text of each of these roles."""
-    length_penalty: LengthPenalty | None = None
 
 
 class OPD(Method):

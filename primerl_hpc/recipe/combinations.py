@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from primerl_hpc.recipe.schema import Recipe
 
 ROUTERS = ("gate", "router")  # what mixtures of experts of all families call theirs
+COMPARED = ("grpo", "grpo_std", "rloo", "opo", "max_rl")  # with their group, and by nothing else
+_ANOTHER = "the trainer would judge tokens by another distribution than they were sampled from"
+UNKNOWN_TO_THE_TRAINER = {
+    "seed": "the rollouts of a group would be alike",
+    "n": "a rollout is one reply",
+    "repetition_penalty": _ANOTHER,
+    "frequency_penalty": _ANOTHER,
+    "presence_penalty": _ANOTHER,
+    "logit_bias": _ANOTHER,
+}
 MAX_SERVED_RANK = 512  # vLLM 0.31's largest --max-lora-rank
 
 
@@ -21,6 +31,8 @@ def check_combinations(recipe: Recipe) -> None:
     """The first that does not fit is told."""
     for check in (
         kind_has_its_blocks,
+        groups_can_be_compared,
+        sampling_fits,
         after_has_its_blocks,
         adapters_can_be_served,
         tokens_can_be_carried,
@@ -37,11 +49,6 @@ def kind_has_its_blocks(recipe: Recipe) -> None:
         raise ValueError(f"kind {recipe.kind} needs max_steps")
     if recipe.kind == Kind.RL and not recipe.environments.train:
         raise ValueError("kind rl needs at least one environment under environments.train")
-    is_sampled = any(algorithm.samples_from == "policy" for algorithm in recipe.algorithms)
-    if recipe.kind == Kind.RL and is_sampled and recipe.rollouts.sampling.temperature == 0:
-        raise ValueError(
-            "kind rl needs a rollouts.sampling.temperature above 0; an evaluation may have its own sampling"
-        )
     if recipe.kind == Kind.EVAL and not recipe.environments.eval:
         raise ValueError("kind eval needs at least one environment under environments.eval")
     if recipe.kind == Kind.SFT and recipe.sft is None:
@@ -52,6 +59,8 @@ def kind_has_its_blocks(recipe: Recipe) -> None:
         )
     if recipe.warmup is not None and recipe.kind != Kind.RL:
         raise ValueError("warmup belongs to kind rl")
+    if recipe.warmup is not None and recipe.warmup.checkpoint.fork is not None:
+        raise ValueError("warmup.checkpoint.fork: a warm-up starts from the model; leave out fork or warmup")
     if (fork := recipe.checkpoint.fork) is not None:
         if recipe.kind not in (Kind.RL, Kind.SFT) or recipe.warmup is not None:
             raise ValueError("checkpoint.fork belongs to kinds rl and sft without a warmup")
@@ -59,16 +68,54 @@ def kind_has_its_blocks(recipe: Recipe) -> None:
             raise ValueError(
                 f"checkpoint.fork.step {fork.step} must be below max_steps {recipe.max_steps}: steps count on"
             )
-    if recipe.rollouts.batch_size % recipe.rollouts.group_size:
+    if recipe.weights.transport != "filesystem" and recipe.kind == Kind.SFT:
         raise ValueError(
-            f"rollouts.batch_size {recipe.rollouts.batch_size} must be a multiple of "
-            f"rollouts.group_size {recipe.rollouts.group_size}"
+            f"weights.transport {recipe.weights.transport} belongs to kind rl: in kind sft no engine follows the trainer"
         )
-    has_rollouts = recipe.kind in (Kind.RL, Kind.EVAL) or (recipe.after and recipe.after.evaluation)
-    if has_rollouts and recipe.rollouts.sampling.max_tokens >= recipe.max_model_len:
+
+
+def groups_can_be_compared(recipe: Recipe) -> None:
+    size = recipe.rollouts.group_size
+    if recipe.rollouts.batch_size % size:
         raise ValueError(
-            f"rollouts.sampling.max_tokens {recipe.rollouts.sampling.max_tokens} leaves no room for a prompt "
-            f"in {recipe.max_model_len} tokens"
+            f"rollouts.batch_size {recipe.rollouts.batch_size} must be a multiple of rollouts.group_size {size}"
+        )
+    if recipe.kind != Kind.RL:
+        return
+    compared = [kind for kind in recipe.algorithm_types if kind in COMPARED]
+    if compared and size == 1:
+        raise ValueError(
+            f"rollouts.group_size 1 leaves algorithm {compared[0]} nothing to compare: every advantage would be 0"
+        )
+
+
+def sampling_fits(recipe: Recipe) -> None:
+    after = recipe.after and recipe.after.evaluation
+    has_rollouts = recipe.kind in (Kind.RL, Kind.EVAL) or after
+    sampling = {"rollouts": recipe.rollouts.sampling} if has_rollouts else {}
+    for key, split in (
+        ("environments.eval", recipe.environments.eval if has_rollouts else ()),
+        ("after.evaluation.environments", after.environments if after else ()),
+    ):
+        sampling |= {f"{key}.{at}": each.sampling for at, each in enumerate(split) if each.sampling}
+    for key, each in sampling.items():
+        if each.max_tokens >= recipe.max_model_len:
+            raise ValueError(
+                f"{key}.sampling.max_tokens {each.max_tokens} leaves no room for a prompt in "
+                f"{recipe.max_model_len} tokens"
+            )
+    is_sampled = any(algorithm.samples_from == "policy" for algorithm in recipe.algorithms)
+    if recipe.kind != Kind.RL or not is_sampled:
+        return
+    trained = recipe.rollouts.sampling
+    if trained.temperature == 0:
+        raise ValueError(
+            "kind rl needs a rollouts.sampling.temperature above 0; an evaluation may have its own sampling"
+        )
+    if unknown := [name for name in trained.extra if name in UNKNOWN_TO_THE_TRAINER]:
+        why = UNKNOWN_TO_THE_TRAINER[unknown[0]]
+        raise ValueError(
+            f"rollouts.sampling.extra may not set {unknown[0]} in kind rl: {why}; an evaluation may have its own sampling"
         )
 
 
@@ -79,7 +126,13 @@ def after_has_its_blocks(recipe: Recipe) -> None:
         raise ValueError(f"after belongs to kinds rl and sft: a run of kind {recipe.kind} trains nothing")
     if recipe.after.export is not None and recipe.after.export.merge and recipe.lora is None:
         raise ValueError("after.export.merge is for recipes with lora: this one trains a whole model")
-    evaluation = recipe.after.evaluation
+    export, evaluation = recipe.after.export, recipe.after.evaluation
+    steps = [("export.step", export.step)] if export is not None and export.step != "last" else []
+    if evaluation is not None and not isinstance(evaluation.steps, str):
+        steps += [("evaluation.steps", step) for step in evaluation.steps]
+    for key, step in steps:
+        if step > recipe.steps:
+            raise ValueError(f"after.{key} {step} is beyond max_steps {recipe.steps}")
     if evaluation is not None and not (evaluation.environments or recipe.environments.eval):
         raise ValueError("after.evaluation needs environments, its own or environments.eval")
 
@@ -142,10 +195,12 @@ def routers_can_be_replayed(recipe: Recipe) -> None:
 
 
 def teacher_is_there_where_it_is_needed(recipe: Recipe) -> None:
+    if recipe.kind != Kind.RL:
+        return  # no algorithm is at work
     needed = [kind for kind in recipe.algorithm_types if kind in NEED_TEACHER]
     if needed and recipe.teacher is None:
         raise ValueError(f"algorithm {needed[0]} needs a teacher")
-    if recipe.kind == Kind.RL and recipe.teacher is not None and not needed:
+    if recipe.teacher is not None and not needed:
         raise ValueError(f"a teacher is given and no algorithm uses it; {' and '.join(NEED_TEACHER)} do")
     scored = [kind for kind in recipe.algorithm_types if kind in SCORED]
     if scored and recipe.rollouts.sampling.temperature != 1:

@@ -40,6 +40,8 @@ class External(Block):
 
 
 class Evaluation(Block):
+    """Which policies a run of kind eval looks at."""
+
     weights: str | None = None
     """Folder of policy versions (``step_N``), usually ``weights`` of a run. One set of engines is updated from version to version."""
     steps: Literal["all"] | tuple[PositiveInt, ...] = "all"

@@ -53,10 +53,17 @@ def field_doc(block: type[BaseModel], name: str) -> str:
     for each in block.__mro__:
         if doc := _module_docs(each.__module__).get(each.__name__, {}).get(name) if _is_ours(each) else None:
             return doc
-    annotation = block.model_fields[name].annotation
-    return (
-        inspect.getdoc(annotation) or "" if _is_ours(annotation) and issubclass(annotation, BaseModel) else ""
-    )
+    inner = [each for each in unfold(block.model_fields[name].annotation) if _is_block(each)]
+    return class_doc(inner[0]) if len(inner) == 1 else ""
+
+
+def class_doc(block: type[BaseModel]) -> str:
+    """The block's own docstring, not that of a base."""
+    return " ".join((block.__doc__ or "").split())
+
+
+def _is_block(each: Any) -> bool:
+    return _is_ours(each) and issubclass(each, BaseModel)
 
 
 def _is_ours(each: Any) -> bool:
@@ -108,7 +115,8 @@ def explain(root: type[BaseModel], key: str, loaded: LoadedRecipe | None = None)
         "key": key,
         "type": " | ".join(dict.fromkeys(type_name(each.model_fields[name].annotation) for each in blocks)),
         "default": _default(field),
-        "meaning": field_doc(block, name) or _branches(blocks, name),
+        "meaning": next(filter(None, (field_doc(each, name) for each in blocks)), "")
+        or _branches(blocks, name),
     }
     inner = block_at(root, path)
     if inner is not None:
@@ -132,10 +140,7 @@ def _branches(blocks: list[type[BaseModel]], name: str) -> str:
     """Of the key that tells the branches of a union apart: what each branch is."""
     if name != "type" or len(blocks) < 2:
         return ""
-    return "\n".join(
-        f"{type_name(each.model_fields[name].annotation)}: {' '.join((inspect.getdoc(each) or '').split())}"
-        for each in blocks
-    )
+    return "\n".join(f"{type_name(each.model_fields[name].annotation)}: {class_doc(each)}" for each in blocks)
 
 
 def _default(field: Any) -> Any:

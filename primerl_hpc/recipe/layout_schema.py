@@ -32,6 +32,8 @@ class PrefillLayout(EngineLayout):
 
 
 class InferenceLayout(EngineLayout):
+    """The policy's engines."""
+
     nodes: Auto | PositiveInt = "auto"
     """Nodes for engines; ``auto``: what the other roles leave, or a share of a single node."""
     replicas: Auto | PositiveInt = "auto"
@@ -70,11 +72,15 @@ class InferenceLayout(EngineLayout):
 
 
 class FrozenLayout(EngineLayout):
+    """Engines of a teacher or judge."""
+
     replicas: PositiveInt = 1
     """Engines; requests go to them in turn."""
 
 
 class TrainerLayout(Block):
+    """The trainer's ranks and how they share the model."""
+
     nodes: Auto | PositiveInt = "auto"
     """Nodes for the trainer; ``auto``: one, or a share of a single node."""
     ranks: Auto | PositiveInt = "auto"
@@ -92,11 +98,15 @@ class TrainerLayout(Block):
 
 
 class OrchestratorLayout(Block):
+    """Where the processes run that need no accelerator."""
+
     place: Literal["head", "trainer", "cpu-partition"] = "head"
     """Which node runs the orchestrator, the router and the environment servers."""
 
 
 class Layout(Block):
+    """What runs on how many nodes and accelerators."""
+
     inference: InferenceLayout = InferenceLayout()
     trainer: TrainerLayout = TrainerLayout()
     orchestrator: OrchestratorLayout = OrchestratorLayout()

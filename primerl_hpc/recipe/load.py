@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.assets import find_asset
+from primerl_hpc.common.assets import find_yaml
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.common.validate import is_text, validate
+from primerl_hpc.common.validate import blocks_at, from_variable, is_text, tag_of, validate
 from primerl_hpc.common.yamldoc import Document, from_override, load_yaml, with_dots
 from primerl_hpc.recipe.schema import Recipe
 
@@ -34,9 +35,10 @@ def load_recipe(
     """
     path = resolve_recipe_path(name)
     document = _load_with_bases(path, ())
-    for key, value in env.recipe_overrides(environ).items():
-        origin = f"PRIMERL_{key.upper().replace('.', '__')}"
-        document = document.overlay(from_override(key, value, origin, is_text=is_text(Recipe, key)))
+    variables = env.recipe_overrides(environ)
+    document = _changed(
+        document, [(from_variable(Recipe, key), value, name) for name, key, value in variables]
+    )
     document = with_overrides(document, overrides or [])
     return LoadedRecipe(validate(Recipe, document), document, path)
 
@@ -46,13 +48,27 @@ def with_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
     Raises ConfigError.
     """
+    changes = []
     for text in overrides:
         key, separator, value = text.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value")
-        key = with_dots(key)
-        document = document.overlay(from_override(key, value, "--set", is_text=is_text(Recipe, key)))
-    return document
+        changes.append((with_dots(key), value, "--set"))
+    return _changed(document, changes)
+
+
+def _changed(document: Document, changes: list[tuple[str, str, str]]) -> Document:
+    """With ``changes`` (key, value, origin) in one layer: in which order a block's type and its keys stand is the same."""
+    layer = Document()
+    for key, value, origin in changes:
+        layer = layer.overlay(from_override(key, value, origin, is_text=is_text(Recipe, key)))
+    return document.overlay(layer, _is_another_type)
+
+
+def _is_another_type(path: tuple[str, ...], low: dict[str, Any], high: dict[str, Any]) -> bool:
+    """Of a block told apart by its ``type`` (loss, optimizer): one of another type would not know the keys below it."""
+    types = [tag_of(each) for each in blocks_at(Recipe, path)]
+    return len(types) > 1 and "type" in high and high["type"] != low.get("type", types[0])
 
 
 def resolve_recipe_path(name: str) -> Path:
@@ -60,7 +76,7 @@ def resolve_recipe_path(name: str) -> Path:
     if path.is_file():
         return path
     try:
-        return find_asset("recipes", name.removeprefix("recipes/") if path.suffix else f"{name}.yaml")
+        return find_yaml("recipes", name.removeprefix("recipes/"))
     except NotFoundError as error:
         raise NotFoundError(f"no recipe '{name}' here", mend=error.mend) from None
 
@@ -88,5 +104,5 @@ def _load_with_bases(path: Path, seen: tuple[Path, ...]) -> Document:
                 place=document.origins.get("base", str(path)),
                 mend=f"it is looked for beside {path.name} and among the shipped recipes",
             ) from None
-        merged = merged.overlay(_load_with_bases(found, (*seen, path.resolve())))
-    return merged.overlay(document)
+        merged = merged.overlay(_load_with_bases(found, (*seen, path.resolve())), _is_another_type)
+    return merged.overlay(document, _is_another_type)

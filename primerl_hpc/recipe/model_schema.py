@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from primerl_hpc.common import env
 from primerl_hpc.common.block import Auto, Block, Bool, PositiveFloat, PositiveFraction, PositiveInt, Scalar
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.evaluation_schema import BaseUrl
 from primerl_hpc.recipe.layout_schema import FrozenLayout
+
+# options of vLLM → the recipe's own key, or none where the run itself decides: another value would break the identity of
+# tokens, auth, or the plan
+_ENGINE_OPTIONS_OF_OURS = {
+    "model": "model.name",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "max-model-len": "inference.max_model_len",
+    "tensor-parallel-size": "layout.inference.tensor_parallel",
+    "data-parallel-size": "layout.inference.data_parallel",
+    "enable-expert-parallel": "layout.inference.expert_parallel",
+    **dict.fromkeys(("enable-lora", "max-lora-rank", "max-loras", "lora-modules"), "lora"),
+    **dict.fromkeys(("served-model-name", "host", "port", "uds", "api-key", "middleware"), ""),
+    **dict.fromkeys(("worker-extension-cls", "api-server-count", "headless", "config"), ""),
+    **dict.fromkeys(("generation-config", "override-generation-config", "logprobs-mode"), ""),
+    **dict.fromkeys(("enable-scale-out", "enable-return-routed-experts", "kv-transfer-config"), ""),
+    **dict.fromkeys(("data-parallel-size-local", "data-parallel-address", "data-parallel-rpc-port"), ""),
+    **dict.fromkeys(("data-parallel-start-rank", "pipeline-parallel-size"), ""),
+    **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), ""),
+}
 
 
 class Renderer(Block):
@@ -23,6 +43,8 @@ class Renderer(Block):
 
 
 class Model(Block):
+    """The policy: its weights, tokenizer, types and chat format."""
+
     name: str
     """Hub id, or a folder with config.json, safetensors and tokenizer. A relative folder is seen from where you submit."""
     tokenizer: str | None = None
@@ -53,6 +75,16 @@ class Inference(Block):
     """After a weight update recompute the KV cache of requests in flight instead of keeping the stale one."""
     extra_args: dict[str, Scalar] = Field(default_factory=dict)
     """More vLLM engine arguments, by their command-line name without dashes: ``{max-num-seqs: 64}``."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _extra_args_leave_the_run_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            option = name.lstrip("-").replace("_", "-").removeprefix("no-")
+            if (key := _ENGINE_OPTIONS_OF_OURS.get(option)) is not None:
+                why = f"it has a key of its own: {key}" if key else "the run decides it itself"
+                raise ValueError(f"may not set '{option}': {why}")
+        return value
 
 
 class FrozenModel(Block):

@@ -13,11 +13,12 @@ from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.common.yamldoc import Document
 from primerl_hpc.recipe.combinations import MAX_SERVED_RANK
 from primerl_hpc.recipe.evaluation_schema import Evaluation
+from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema import Model, Recipe
 from primerl_hpc.recipe.sft_rows import check_row
 from primerl_hpc.recipe.sft_schema import SFT, SFTData
-from primerl_hpc.recipe.sft_tables import first_jsonl_rows
+from primerl_hpc.recipe.sft_tables import data_files, first_jsonl_rows
 from primerl_hpc.recipe.training_schema import Fork, LoRA
 
 CHECKED_ROWS = 5000
@@ -45,7 +46,7 @@ def resolve(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe:
         sft = _resolve_sft(recipe.warmup.sft, document, folder, ("warmup", "sft"))
         changes["warmup"] = recipe.warmup.model_copy(update={"sft": sft})
     if recipe.checkpoint.fork is not None:
-        fork = _resolve_fork(recipe.checkpoint.fork, document, folder)
+        fork = _resolve_fork(recipe.checkpoint.fork, recipe.steps, document, folder)
         changes["checkpoint"] = recipe.checkpoint.model_copy(update={"fork": fork})
     if recipe.after is not None and recipe.after.export is not None:
         to = (folder / Path(recipe.after.export.to).expanduser()).resolve()
@@ -61,15 +62,18 @@ def resolve_model(loaded: LoadedRecipe, *, folder: Path | None = None) -> Recipe
     """
     folder = folder or Path.cwd()
     model = loaded.recipe.model
-    if not _looks_local(model.name, folder):
+    if is_hub_id(model.name, folder):
         return loaded.recipe
     path = (folder / Path(model.name).expanduser()).resolve()
     _check_config(path, loaded.document.place(("model", "name")))
     return loaded.recipe.model_copy(update={"model": model.model_copy(update={"name": str(path)})})
 
 
-def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
-    """Absolute path and the step's number. Raises NotFoundError where there is no such complete checkpoint."""
+def _resolve_fork(fork: Fork, max_steps: int, document: Document, folder: Path) -> Fork:
+    """Absolute path and the step's number.
+
+    Raises NotFoundError where there is no such complete checkpoint, ConfigError where it leaves no step to do.
+    """
     root = (folder / Path(fork.run).expanduser()).resolve()
     run, place = RunDir(root), document.place(("checkpoint", "fork"))
     if not run.plan.is_file():
@@ -81,7 +85,14 @@ def _resolve_fork(fork: Fork, document: Document, folder: Path) -> Fork:
             "no complete checkpoint" if fork.step is None else f"no complete checkpoint of step {fork.step}"
         )
         raise NotFoundError(f"{root} has {wanted}", place=place, mend=have)
-    return fork.model_copy(update={"run": str(root), "step": fork.step or complete[-1]})
+    step = fork.step or complete[-1]
+    if step >= max_steps:
+        raise ConfigError(
+            f"checkpoint {step} of {root} is at or beyond max_steps {max_steps}: steps count on",
+            place=place,
+            mend=f"raise max_steps, or fork from an earlier step: {', '.join(map(str, complete))}",
+        )
+    return fork.model_copy(update={"run": str(root), "step": step})
 
 
 def _resolve_evaluation(evaluation: Evaluation, document: Document, folder: Path) -> Evaluation:
@@ -131,19 +142,16 @@ def _adapters_in(evaluation: Evaluation, said: LoRA | None, document: Document) 
     return LoRA(rank=config["r"], alpha=float(config["lora_alpha"]))
 
 
-def _looks_local(name: str, folder: Path) -> bool:
-    """A hub id is ``owner/name``; anything else with a slash, or a folder that is there, is a path."""
-    return name.startswith(("/", ".", "~")) or name.count("/") != 1 or (folder / name).exists()
-
-
 def _resolve_model(model: Model, document: Document, folder: Path, key: tuple[str, ...]) -> Model:
     changes: dict[str, str] = {}
-    if _looks_local(model.name, folder):
+    if not is_hub_id(model.name, folder):
         path = (folder / Path(model.name).expanduser()).resolve()
         _check_model_folder(path, document.place((*key, "name")))
         changes["name"] = str(path)
-    if model.tokenizer and _looks_local(model.tokenizer, folder):
-        changes["tokenizer"] = str((folder / Path(model.tokenizer).expanduser()).resolve())
+    if model.tokenizer and not is_hub_id(model.tokenizer, folder):
+        path = (folder / Path(model.tokenizer).expanduser()).resolve()
+        _check_tokenizer(path, document.place((*key, "tokenizer")))
+        changes["tokenizer"] = str(path)
     return model.model_copy(update=changes)
 
 
@@ -152,7 +160,7 @@ def _check_config(path: Path, place: str) -> None:
         raise NotFoundError(
             f"model folder {path} does not exist",
             place=place,
-            mend="give a folder with config.json and safetensors, or a hub id; tools/tiny-model makes a tiny one",
+            mend="give a folder with config.json and safetensors, or a hub id, owner/name; tools/tiny-model makes a tiny one",
         )
     if not (path / "config.json").is_file():
         raise DataError(
@@ -168,11 +176,16 @@ def _check_model_folder(path: Path, place: str) -> None:
             place=place,
             mend="save the model with save_pretrained, which writes safetensors",
         )
-    if not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
+    _check_tokenizer(path, place)
+
+
+def _check_tokenizer(path: Path, place: str) -> None:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any((path / name).is_file() for name in names):
         raise DataError(
-            f"model folder {path} has no tokenizer", place=place, mend="save the tokenizer beside the model"
+            f"folder {path} has no tokenizer ({', '.join(names)})",
+            place=place,
+            mend="save the tokenizer there, beside the model; a hub id is owner/name",
         )
 
 
@@ -192,11 +205,15 @@ def _resolve_sft(sft: SFT, document: Document, folder: Path, path: tuple[str, ..
 
 
 def _resolve_data(data: SFTData, document: Document, folder: Path, path: tuple[str | int, ...]) -> SFTData:
-    if not _looks_local(data.path, folder) and Path(data.path).suffix not in (".jsonl", ".parquet"):
+    if is_hub_id(data.path, folder):
         return data
     found = (folder / Path(data.path).expanduser()).resolve()
     if not found.exists():
-        raise NotFoundError(f"dataset {found} does not exist", place=document.place((*path, "path")))
+        raise NotFoundError(
+            f"dataset {found} does not exist",
+            place=document.place((*path, "path")),
+            mend="give a file, a folder, or a hub id: owner/name",
+        )
     check_rows(found)
     return data.model_copy(update={"path": str(found)})
 
@@ -206,7 +223,12 @@ def check_rows(path: Path) -> None:
 
     Raises DataError naming file, row and column.
     """
-    if path.suffix != ".jsonl":
+    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if not is_saved and not (data_files(path) if path.is_dir() else path.suffix in SUFFIXES):
+        raise DataError(
+            "no SFT rows", place=str(path), mend=f"give a {' or '.join(SUFFIXES)} file, or a folder of them"
+        )
+    if path.suffix != ".jsonl" or path.is_dir():
         return  # a login node need not have pyarrow
     rows = list(first_jsonl_rows(path, CHECKED_ROWS))
     if not rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from primerl_hpc.common.block import (
     Auto,
@@ -30,14 +30,24 @@ class Sampling(Block):
     """How completions are sampled. Log-probabilities on both sides are of the temperature-scaled distribution."""
 
     temperature: NonNegativeFloat = 1.0
+    """Logits are divided by this before the softmax; 0: always the likeliest token, for evaluations alone."""
     max_tokens: PositiveInt = 512
     """Longest completion of one turn, in tokens."""
     top_p: PositiveFraction = 1.0
+    """Sample among the likeliest tokens whose probabilities add up to this; 1: among all."""
     top_k: Annotated[int, Field(strict=True, ge=-1)] = -1
     """Sample among so many of the likeliest tokens; -1 or 0: among all."""
     min_p: Fraction = 0.0
+    """Leave out tokens less likely than this share of the likeliest one's probability; 0: none."""
     extra: dict[str, Scalar] = Field(default_factory=dict)
-    """More vLLM sampling parameters."""
+    """More vLLM sampling parameters; of the training rollouts none that the trainer does not know of: seed, n, penalties, logit_bias."""
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_has_no_key_of_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if own := [name for name in value if name in cls.model_fields]:
+            raise ValueError(f"{own[0]} has a key of its own: write sampling: {{{own[0]}: …}}")
+        return value
 
 
 class Environment(Block):
@@ -104,8 +114,12 @@ def check_labels(split: Sequence[Environment]) -> None:
 
 
 class Environments(Block):
+    """Where tasks and rewards come from (verifiers environments)."""
+
     train: tuple[TrainEnvironment, ...] = ()
+    """Whose tasks are trained on; required by kind rl."""
     eval: tuple[EvalEnvironment, ...] = ()
+    """What the policy is evaluated on, during a run of kind rl and in kind eval."""
     eval_on_start: Bool = True
     """Evaluate policy v0 before the first step."""
 
@@ -139,6 +153,8 @@ class AdaptiveConcurrency(Block):
 
 
 class Rollouts(Block):
+    """How many rollouts are made, how they are sampled, and which are trained on."""
+
     batch_size: PositiveInt = 128
     """Rollouts that one trainer step consumes."""
     group_size: PositiveInt = 8
@@ -158,6 +174,7 @@ class Rollouts(Block):
     max_error_fraction: Fraction = 0.5
     """Stop when more than this share of the rollouts of an environment's last 100 groups failed."""
     sampling: Sampling = Sampling()
+    """Of training rollouts, and of evaluations without their own."""
 
     @property
     def in_flight_ceiling(self) -> int:

@@ -10,14 +10,23 @@ from primerl_hpc.common.block import Block, Bool, PositiveInt
 
 
 class Wandb(Block):
+    """Where in Weights & Biases a run is shown."""
+
     project: str = "primerl-hpc"
+    """Project there."""
     entity: str | None = None
+    """User or team that owns the project; null: the key's own."""
     group: str | None = None
+    """Group of runs in the project."""
     tags: tuple[str, ...] = ()
+    """Words to find the run by."""
     offline: Bool = False
+    """Write to disk alone, for ``wandb sync`` afterwards."""
 
 
 class Tracking(Block):
+    """Where metrics go besides the run directory."""
+
     wandb: Wandb | None = None
     """Also send metrics to Weights & Biases (extra ``wandb``); the key is read from WANDB_API_KEY at run time."""
 
@@ -26,7 +35,9 @@ class Timeouts(Block):
     """How long a silent peer is waited for before the run stops with its name."""
 
     inference_ready_s: PositiveInt = 1800
+    """For an engine or the router, from its start until it answers."""
     env_server_ready_s: PositiveInt = 600
+    """For an environment server, from its start until it answers."""
     weights_s: PositiveInt = 1200
     """Orchestrator: for the next policy version. Trainer: for the next batch is unlimited while the run lives."""
     weight_update_s: PositiveInt = 720

@@ -52,14 +52,19 @@ class Recipe(Block):
     name: str
     """Name of the run: job name, run directory, tracking."""
     model: Model
+    """What is trained, evaluated or served."""
     seq_len: PositiveInt = 2048
     """Tokens of one packed row, and the longest sample that is trained on."""
     max_steps: PositiveInt | None = None
     """Trainer steps; required by rl and sft."""
     seed: NonNegativeInt = 42
+    """Of all that is drawn at random: orders of tasks and data, fresh adapters, engines."""
     layout: Layout = Layout()
+    """What runs on how many nodes and accelerators."""
     environments: Environments = Environments()
+    """Where tasks and rewards come from."""
     rollouts: Rollouts = Rollouts()
+    """How many, how sampled, which are trained on."""
     algorithm: Algorithm = GRPO()
     """How rewards become advantages; an environment may have its own."""
     teacher: Teacher | None = None
@@ -67,8 +72,11 @@ class Recipe(Block):
     judge: Judge | None = None
     """kinds rl and eval: whom the environments' judges ask."""
     loss: Loss = DPPOLoss()
+    """kind rl: what the trainer makes of advantages and log-probabilities."""
     optimizer: Optimizer = AdamW()
+    """How gradients move the weights."""
     scheduler: Scheduler = Constant()
+    """How the learning rate changes over the steps."""
     lora: LoRA | None = None
     """kinds rl and sft: train adapters in place of the model's weights. An eval recipe need not say it: the weights do."""
     trainer: Trainer = Trainer()
@@ -78,12 +86,15 @@ class Recipe(Block):
     warmup: Warmup | None = None
     """kind rl: an SFT phase before RL; its last weights are policy v0."""
     checkpoint: Checkpoint = Checkpoint()
+    """When state is saved to resume from, and how much of it is kept."""
     weights: Weights = Weights()
+    """How policy versions travel to the engines, and which stay on disk."""
     evaluation: Evaluation | None = None
     """kind eval: which policies, of which weights or behind which server; null: the model alone."""
     after: After | None = None
     """kinds rl and sft: jobs that start when the run is done: an export, an evaluation."""
     tracking: Tracking = Tracking()
+    """Where metrics go besides the run directory."""
     timeouts: Timeouts = Timeouts()
     recovery: Recovery = Recovery()
     env: Variables = Field(default_factory=dict)
@@ -96,13 +107,6 @@ class Recipe(Block):
             raise ValueError(
                 "must be 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
             )
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _env_is_ours_to_set(cls, value: dict[str, str]) -> dict[str, str]:
-        if bad := [name for name in value if name.startswith("PRIMERL_") or not name.isidentifier()]:
-            raise ValueError(f"{bad[0]!r} is not a variable a recipe may set")
         return value
 
     @model_validator(mode="after")
@@ -177,10 +181,14 @@ class Recipe(Block):
                 "scheduler": self.warmup.scheduler,
                 "sft": self.warmup.sft,
                 "checkpoint": self.warmup.checkpoint,
-                "weights": self.weights.model_copy(update={"interval": None}),
+                "weights": Weights(keep_last=self.weights.keep_last),
+                "trainer": self.trainer.model_copy(update={"router_replay": False}),
                 "lora": None,
                 "warmup": None,
+                "teacher": None,
                 "judge": None,
+                "evaluation": None,
+                "after": None,
             }
         )
 

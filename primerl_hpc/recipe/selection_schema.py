@@ -39,8 +39,11 @@ class DifficultyPools(Block):
     normal_max: Fraction = 0.75
     """Normal: mean reward up to this; easy: above."""
     hard_weight: NonNegativeFloat = 0.2
+    """Of hard tasks."""
     normal_weight: NonNegativeFloat = 1.0
+    """Of normal tasks."""
     easy_weight: NonNegativeFloat = 0.2
+    """Of easy tasks."""
     unseen_weight: NonNegativeFloat = 1.0
     """Of tasks that were never drawn."""
 
@@ -62,7 +65,9 @@ class RewardRange(Block):
 
     type: Literal["reward_range"] = "reward_range"
     above: Float = 0.0
+    """Turn groups away whose mean reward is this or less."""
     below: Float = 1.0
+    """Turn groups away whose mean reward is this or more."""
 
 
 class AdvantageRange(Block):
@@ -70,7 +75,9 @@ class AdvantageRange(Block):
 
     type: Literal["advantage_range"] = "advantage_range"
     reject_min: Float = 0.0
+    """Lower end of the range, which belongs to it."""
     reject_max: Float = 0.0
+    """Upper end of the range, which belongs to it."""
 
 
 class CustomGate(Block):
@@ -80,6 +87,7 @@ class CustomGate(Block):
     import_path: str
     """``package.module:function``: gets a `orchestrator.scoring.ScoredGroup`, returns whether to train on it."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More keyword arguments of the function."""
 
 
 Gate = Annotated[RewardRange | AdvantageRange | CustomGate, Field(discriminator="type")]
@@ -111,6 +119,7 @@ class Repetition(Filter):
     window: PositiveInt = 3000
     """So many sampled tokens in a row."""
     probability_above: Fraction = 0.99
+    """Each of them was sampled with more than this probability."""
 
 
 class Length(Filter):

@@ -16,7 +16,9 @@ class SFTData(Block):
     path: str
     """A .jsonl or .parquet file, a folder of them, a folder that ``datasets`` saved, or a hub dataset id. Relative paths are seen from where you submit."""
     subset: str | None = None
+    """Configuration of a hub dataset; null: its only or default one."""
     split: str = "train"
+    """Split of a dataset that has several."""
     num_rows: PositiveInt | None = None
     """Use the first so many rows."""
     probability: PositiveFloat | None = None
@@ -40,14 +42,22 @@ class LossMask(Block):
     """Which roles' tokens are trained."""
 
     assistant: Bool = True
+    """What the model is to say."""
     system: Bool = False
+    """The system prompt."""
     user: Bool = False
+    """Messages of users."""
     tool: Bool = False
+    """Replies of tools."""
 
 
 class SFTValidation(Block):
+    """Loss on rows that are not trained on."""
+
     data: SFTData
+    """Its rows."""
     interval: PositiveInt = 50
+    """Steps between two of them."""
     at_start: Bool = False
     """Also before the first step, as val/initial_loss."""
 
@@ -60,10 +70,12 @@ class SFT(Block):
     batch_size: PositiveInt = 64
     """Packed rows of seq_len tokens per step (batch_unit rows), or dataset rows per step (batch_unit samples)."""
     batch_unit: Literal["rows", "samples"] = "rows"
+    """What batch_size counts: packed rows, or rows of the dataset."""
     loss_mask: LossMask = LossMask()
     shuffle: Bool = True
     """Reshuffled in every epoch from seed + epoch."""
     validation: SFTValidation | None = None
+    """Loss on rows that are not trained on; null: none."""
 
     @property
     def sources(self) -> tuple[SFTData, ...]:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
 from primerl_hpc.recipe.sft_rows import Row
 from primerl_hpc.recipe.sft_schema import SFTData
-
-SUFFIXES = (".jsonl", ".parquet")
 
 
 class Rows(Protocol):
@@ -48,10 +47,8 @@ def open_rows(config: SFTData) -> Rows:
 
 
 def is_on_hub(config: SFTData) -> bool:
-    """Whether the path is a hub dataset id: nothing is there, and it does not look like a file or folder."""
-    path = Path(config.path).expanduser()
-    is_a_path = path.is_absolute() or path.suffix in SUFFIXES or config.path.startswith(".")
-    return not is_a_path and not path.exists()
+    """Whether the path is a hub dataset id."""
+    return is_hub_id(config.path) and not Path(config.path).exists()
 
 
 def _open_path(path: Path, config: SFTData) -> Rows:

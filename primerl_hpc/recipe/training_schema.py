@@ -40,8 +40,11 @@ class IPOLoss(Block):
 
     type: Literal["ipo"] = "ipo"
     threshold: NonNegativeFloat = 0.1
+    """Drop tokens with |π - μ| above this."""
     adv_tau: NonNegativeFloat = 1.0
+    """Factor on advantages."""
     kl_tau: NonNegativeFloat = 1e-3
+    """Factor on (log π - log μ)², over all trained tokens."""
 
 
 class GRPOLoss(Block):
@@ -49,8 +52,11 @@ class GRPOLoss(Block):
 
     type: Literal["grpo"] = "grpo"
     clip_low: NonNegativeFloat = 0.2
+    """A token to be made less likely counts no more where π/μ is below 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
+    """A token to be made likelier counts no more where π/μ is above 1 + clip_high."""
     kl_tau: NonNegativeFloat = 0.0
+    """Factor on (log π - log μ)², over all trained tokens."""
 
 
 class GSPOLoss(Block):
@@ -58,8 +64,11 @@ class GSPOLoss(Block):
 
     type: Literal["gspo"] = "gspo"
     clip_low: NonNegativeFloat = 3e-4
+    """A sequence to be made less likely counts no more where its ratio is below 1 - clip_low."""
     clip_high: NonNegativeFloat = 4e-4
+    """A sequence to be made likelier counts no more where its ratio is above 1 + clip_high."""
     kl_tau: NonNegativeFloat = 0.0
+    """Factor on (log π - log μ)², over all trained tokens."""
 
 
 class CISPOLoss(Block):
@@ -71,6 +80,7 @@ class CISPOLoss(Block):
     clip_high: NonNegativeFloat = 4.0
     """1 + clip_high is the largest weight."""
     kl_tau: NonNegativeFloat = 0.0
+    """Factor on (log π - log μ)², over all trained tokens."""
 
 
 class CustomLoss(Block):
@@ -90,22 +100,35 @@ Loss = Annotated[
 
 
 class AdamW(Block):
+    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+
     type: Literal["adamw"] = "adamw"
     lr: PositiveFloat = 1e-6
+    """Learning rate at the peak of the schedule."""
     weight_decay: NonNegativeFloat = 0.01
+    """Each step takes lr times this share off every weight."""
     betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.999)
+    """Decay of the means of gradients and of their squares."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the mean square, against division by 0."""
     max_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm to this; null: no clipping."""
 
 
 class SGD(Block):
+    """Stochastic gradient descent with momentum."""
+
     type: Literal["sgd"] = "sgd"
     lr: PositiveFloat = 1e-3
+    """Learning rate at the peak of the schedule."""
     momentum: Fraction = 0.9
+    """Share of the last step's direction in the next."""
     nesterov: Bool = True
+    """Look ahead along the momentum."""
     weight_decay: NonNegativeFloat = 0.0
+    """Added to the gradient as this times the weight."""
     max_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm to this; null: no clipping."""
 
 
 class Muon(Block):
@@ -113,13 +136,19 @@ class Muon(Block):
 
     type: Literal["muon"] = "muon"
     lr: PositiveFloat = 1e-6
+    """Learning rate at the peak of the schedule."""
     weight_decay: NonNegativeFloat = 0.01
+    """Each step takes lr times this share off every weight."""
     momentum: Fraction = 0.95
+    """Share of the last step's direction in the next, for matrices."""
     nesterov: Bool = True
+    """Look ahead along the momentum."""
     betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
     """AdamW's, for what is no matrix."""
     eps: PositiveFloat = 1e-8
+    """AdamW's, for what is no matrix."""
     max_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm to this; null: no clipping."""
 
 
 class SignSGD(Block):
@@ -127,8 +156,11 @@ class SignSGD(Block):
 
     type: Literal["sign_sgd"] = "sign_sgd"
     lr: PositiveFloat = 1e-6
+    """By how much every weight moves in a step."""
     weight_decay: NonNegativeFloat = 0.01
+    """Each step takes lr times this share off every weight."""
     max_norm: PositiveFloat | None = None
+    """Clip the global gradient norm to this; null: no clipping."""
 
 
 Optimizer = Annotated[
@@ -137,6 +169,8 @@ Optimizer = Annotated[
 
 
 class Constant(Block):
+    """Warm-up, then the same rate to the end."""
+
     type: Literal["constant"] = "constant"
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises from 0."""
@@ -147,15 +181,21 @@ class Linear(Block):
 
     type: Literal["linear"] = "linear"
     warmup_steps: NonNegativeInt = 10
+    """Steps over which the rate rises from 0."""
     decay_steps: NonNegativeInt = 10
     """Steps at the end over which the rate falls to min_lr_ratio of its peak."""
     min_lr_ratio: Fraction = 0.0
+    """The rate at the end, as a share of its peak."""
 
 
 class Cosine(Block):
+    """Warm-up, then half a cosine down to the end."""
+
     type: Literal["cosine"] = "cosine"
     warmup_steps: NonNegativeInt = 10
+    """Steps over which the rate rises from 0."""
     min_lr_ratio: Fraction = 0.0
+    """The rate at the end, as a share of its peak."""
 
 
 Scheduler = Annotated[
@@ -233,6 +273,8 @@ class Fork(Block):
 
 
 class Checkpoint(Block):
+    """When the state of trainer and orchestrator is saved, and how much of it is kept."""
+
     interval: PositiveInt | None = None
     """Steps between checkpoints; null: only on request, for walltime, and at the end."""
     keep_last: PositiveInt = 2
@@ -249,14 +291,23 @@ class Checkpoint(Block):
 
 
 class Warmup(Block):
+    """Supervised fine-tuning before RL, in the same job; its last weights are policy v0."""
+
     sft: SFT
+    """Its data."""
     max_steps: PositiveInt
+    """Its trainer steps, beside the recipe's own."""
     optimizer: Optimizer = AdamW()
+    """Its own; RL starts with fresh state."""
     scheduler: Scheduler = Constant()
+    """Its own learning rate schedule."""
     checkpoint: Checkpoint = Checkpoint(at_end=False)
+    """Its own checkpoints."""
 
 
 class Weights(Block):
+    """How policy versions travel to the engines, and which stay on disk."""
+
     transport: Literal["filesystem", "delta", "broadcast"] = "filesystem"
     """How a new policy reaches the engines: filesystem, every version as a model folder; delta, as what changed since the one before, of which every engine keeps a copy in its node's temporary folder; broadcast, from the trainer's memory into the engines' (NCCL between GPUs, gloo between CPUs). The last two are for kind rl without lora, which writes adapters alone."""
     full_interval: PositiveInt = 10

@@ -1,1 +1,1 @@
-"""Writes the plan as batch scripts. Reading order: engine (Jinja and its quoting filters) → job."""
+"""Writes the plan as batch scripts. Reading order: job → engine (Jinja and its quoting filters) → lint."""

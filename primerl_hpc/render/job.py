@@ -16,6 +16,8 @@ from primerl_hpc.plan.types import Plan
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.lint import check_script
 
+_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}  # of the units of --mem, whose own is M
+
 
 def render_job(plan: Plan, profile: Profile, *, python: str, package_root: str | None = None) -> str:
     """The script that runs one attempt: under SLURM ``sbatch job.sbatch``, locally ``bash job.sbatch``.
@@ -52,6 +54,8 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
         given["partition"] = layout.partition
     # dependency and start time are the run's own; an engine that is taken away comes back
     given |= {"requeue": True, "dependency": None, "begin": None}
+    if profile.elastic.time is not None:
+        given["time_min"] = None  # it is of the run's own walltime
     scheduler, node = profile.scheduler.model_copy(update=given), profile.node
     if node.gpus and layout.accelerators_per_replica < node.gpus:
         scheduler, node = _share_of_node(scheduler, node, layout.accelerators_per_replica)
@@ -75,11 +79,14 @@ def cpu_component(profile: Profile) -> tuple[Scheduler, Node]:
 
 
 def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Scheduler, Node]:
-    """So many of a node's GPUs, with their share of its cores and, where the profile asks for all of it, its memory."""
+    """So many of a node's GPUs, with their share of its cores and memory; no memory is asked for where all of it is not known."""
     part = gpus / node.gpus
     shared: dict[str, object] = {"exclusive": False}
     if scheduler.memory == "0":
         shared["memory"] = f"{int(node.memory_gib * part)}G" if node.memory_gib else None
+    elif scheduler.memory is not None:
+        amount, unit = scheduler.memory.rstrip("BKMGT"), scheduler.memory.rstrip("B")[-1]
+        shared["memory"] = f"{max(1, int(int(amount) * _MIB.get(unit, 1) * part))}M"
     smaller = {"gpus": gpus, "cores": max(1, int(node.cores * part))}
     return scheduler.model_copy(update=shared), node.model_copy(update=smaller)
 

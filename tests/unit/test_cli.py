@@ -300,6 +300,35 @@ def test_render_does_not_overwrite_another_script(folder: Path) -> None:
     assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
 
 
+def test_every_script_of_a_run_is_shown_and_checked_before_it_is_prepared(folder: Path) -> None:
+    text = (
+        RECIPE.replace("kind: sft", "kind: rl")
+        + """\
+environments: {train: [{id: reverse-text}]}
+rollouts: {sampling: {max_tokens: 12}}
+layout: {inference: {elastic: true, replicas: 2}, trainer: {nodes: 1}, orchestrator: {place: cpu-partition}}
+after: {export: {to: exported}}
+"""
+    )
+    (folder / "recipe.yaml").write_text(text)
+    names = ["job.sbatch", "engines.sbatch", "export.sbatch"]
+    where = ("recipe.yaml", "-p", "virtual", "--profile-set", "scheduler.spare_nodes=1")
+    shown = primerl("submit", *where, "--dry-run", cwd=folder)
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "  1 node(s) of 2 CPU slots + 1 of the CPU partition + 1 spare + 2 job(s) of one engine"
+        in shown.stdout
+    )
+    assert "inference-1      own job       CPU slots" in shown.stdout
+    assert all(f"\n{name}:\n" in shown.stdout for name in names) and "--array=0-1" in shown.stdout
+    assert list(json.loads(primerl("render", *where, "--json", cwd=folder).stdout)["scripts"]) == names
+    primerl("render", *where, "--out", "out", cwd=folder)
+    assert sorted(tree(folder / "out")) == sorted(names)
+    (folder / "engines.sbatch.j2").write_text("#!/bin/bash\nif true; then\n")
+    broken = primerl("submit", *where, "--dry-run", cwd=folder, PRIMERL_TEMPLATES=str(folder))
+    assert broken.returncode == ExitCode.CONFIG and "engines.sbatch" in broken.stderr
+
+
 def test_render_leaves_a_file_that_is_no_text_alone(folder: Path) -> None:
     (folder / "job.sbatch").write_bytes(b"\xff\x00")
     done = primerl("render", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
@@ -332,6 +361,39 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(words: tuple[str, ...], 
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_recipes_and_profiles_whose_names_have_dots_are_found_by_them(folder: Path) -> None:
+    for kind, text in (
+        ("recipes", RECIPE),
+        ("cluster_profiles", "name: site.v2\nscheduler: {type: local}\n"),
+    ):
+        (folder / "home" / kind).mkdir(parents=True)
+        (folder / "home" / kind / "site.v2.yaml").write_text(text)
+    done = primerl("plan", "site.v2", "-p", "site.v2", cwd=folder, PRIMERL_HOME=str(folder / "home"))
+    assert "on profile site.v2" in done.stdout, done.stderr
+
+
+def test_a_model_that_offline_nodes_would_not_find_is_told_of(folder: Path) -> None:
+    break_recipe(folder, "./model", "org/model")
+    cache = {"HF_HOME": "", "HF_HUB_CACHE": str(folder / "hub")}
+
+    def said(*more: str) -> str:
+        words = ("submit", "recipe.yaml", "-p", "local", "--dry-run", *more)
+        return primerl(*words, cwd=folder, **cache).stderr
+
+    assert "org/model lies in no cache here" in said()
+    assert said("--profile-set", "offline=false") == ""
+    (folder / "hub" / "models--org--model").mkdir(parents=True)
+    assert said() == ""
+    assert "org/model lies in no cache" in said("--profile-set", f"env.HF_HUB_CACHE={folder}")
+
+
+def test_a_fault_that_nobody_foresaw_is_one_line_too(folder: Path) -> None:
+    break_recipe(folder, "max_steps", "environments: {eval: [{id: e, args: {d: !!binary gIGC}}]}\nmax_steps")
+    done = primerl("plan", "recipe.yaml", "-p", "local", "--json", cwd=folder)
+    assert done.returncode == ExitCode.FAILED and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and done.stderr.endswith("; --debug shows where\n")
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:

@@ -11,7 +11,9 @@ from primerl_hpc.cluster.directives import OPTION_OF_KEY
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile, Scheduler
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.yamldoc import dump_yaml
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.validate import validate
+from primerl_hpc.common.yamldoc import Document, dump_yaml, load_yaml
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.explain import field_doc
 from primerl_hpc.recipe.load import load_recipe
@@ -138,6 +140,10 @@ def test_sharing_and_extra_options() -> None:
         ({"extra": ["--output=x"]}, ["decided by the plan"]),
         ({"extra": ["--a=1 --b=2\n"]}, ["one line"]),
         ({"srun_extra": ["hostname"]}, ["--key=value"]),
+        ({"srun_extra": ["--mpi=pmix", "--kill-on-bad-exit=1"]}, ["--kill-on-bad-exit", "by the plan"]),
+        ({"srun_extra": ["--wait=5"]}, ["--wait is decided by the plan"]),
+        ({"time": "60", "time_min": "5"}, ["5 minutes", "raise time_min"]),
+        ({"time": "60", "time_min": "2:00:00"}, ["time_min 2:00:00 is longer than time 60"]),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_key(
@@ -149,6 +155,19 @@ def test_what_cannot_be_meant_is_refused_with_its_key(
         load_profile(str(path))
     assert all(word in str(caught.value) for word in words), caught.value
     assert str(caught.value).startswith(f"{path}:")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"elastic": {"time": 5}}, "5 minutes, and the job is to be warned 300 s .* raise elastic.time"),
+        ({"env": {"PRIMERL_ENGINE_API_KEY": "x"}}, "env: PRIMERL_ENGINE_API_KEY is set by the run itself"),
+        ({"software": {"default": {"env": {"PRIMERL_RUN_DIR": "x"}}}}, "PRIMERL_RUN_DIR is set by the run"),
+    ],
+)
+def test_what_a_run_could_not_live_with_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        validate(Profile, Document({"name": "site", **changes}))
 
 
 def test_walltimes_need_no_quotes(tmp_path: Path) -> None:
@@ -169,6 +188,34 @@ def test_later_changes_of_the_profile_win_and_text_stays_text() -> None:
     assert loaded.document.origins["scheduler.time"] == "--profile-set"
     assert loaded.document.origins["nodes"] == "PRIMERL_PROFILE__NODES"
     assert load_profile("h100x64", overrides=["scheduler.partition=null"]).profile.scheduler.partition is None
+
+
+def test_a_variable_keeps_its_case_and_its_value_stays_text(tmp_path: Path) -> None:
+    environ = {
+        "PRIMERL_PROFILE__NETWORK__ENV__NCCL_IB_HCA": "mlx5",
+        "PRIMERL_PROFILE__NETWORK__INTERFACE": "ib0",
+    }
+    changes = [
+        "env.OMP_NUM_THREADS=4",
+        "software.roles.trainer.env.A=1e3",
+        "software.setup=[a, b]",
+        "software.setup[0]=c",
+    ]
+    profile = load_profile("h100x64", overrides=changes, environ=environ).profile
+    assert profile.network.env["NCCL_IB_HCA"] == "mlx5" and profile.network.interface == "ib0"
+    assert profile.env["OMP_NUM_THREADS"] == "4" and profile.software.of_role(Role.TRAINER).env == {
+        "A": "1e3"
+    }
+    assert profile.software.setup == ("c", "b")
+
+
+@pytest.mark.parametrize(
+    "text", ["12e4", "1e-5", "12:00:00", "0123", "yes", "2024-01-01", "null", "a: b", ""]
+)
+def test_what_is_written_is_read_as_it_was(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "any.yaml"
+    path.write_text(dump_yaml({"text": text, "number": 1e-05}))
+    assert load_yaml(path).values == {"text": text, "number": 1e-05}
 
 
 def test_the_frozen_profile_is_the_one_that_was_used(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.slurm import SEPARATOR
 from primerl_hpc.launch.doctor import examine
@@ -41,3 +42,16 @@ def test_a_walltime_fits_when_any_of_several_partitions_takes_it(
     found = [each for each in examine(profile, asked) if each.what == "walltime"]
     assert [each.is_ok for each in found] == ([] if is_good is None else [is_good])
     assert all(said in each.said for each in found)
+
+
+def test_what_a_profile_says_of_its_site_is_told_first() -> None:
+    profile = load_profile("lumi").profile
+    first = next(iter(examine(profile, lambda command: "")))
+    assert first.is_ok and first.what == "profile"
+    for word in (
+        "8 × MI250X-GCD, 64 GiB each",
+        "480 GiB",
+        "verified: never on the machine",
+        profile.docs_url,
+    ):
+        assert word in first.said

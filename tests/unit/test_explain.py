@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
@@ -23,6 +25,17 @@ def test_explain_shows_meaning_default_value_and_origin() -> None:
     assert "age of a rollout" in entry["meaning"]
 
 
+def test_a_value_inside_a_mapping_that_was_set_comes_from_where_that_was_set(tmp_path: Path) -> None:
+    loaded = load_recipe("reverse_text/tiny", overrides=["optimizer={lr: 1e-3}", "warmup=null"])
+    entries = {name: explain(Recipe, f"optimizer.{name}", loaded) for name in ("lr", "eps")}
+    assert (entries["lr"]["origin"], entries["eps"]["origin"]) == ("--set", "default")
+    assert explain(Recipe, "warmup", loaded)["origin"] == "--set"
+
+
+def test_keys_under_a_role_are_explained() -> None:
+    assert "interpreter" in explain(Profile, "software.roles.trainer.python")["meaning"]
+
+
 def test_explain_finds_keys_of_every_branch_of_a_union() -> None:
     assert explain(Recipe, "loss.clip_high")["type"] == "number"
     assert explain(Recipe, "optimizer.momentum")["default"] == 0.9
@@ -39,10 +52,16 @@ def test_an_item_of_a_list_is_named_as_in_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--of", "profile", "--recipe", "reverse_text/tiny"), ("--set", "seed=1")], ids=" ".join
+    "words",
+    [
+        ("name", "--of", "profile", "--recipe", "reverse_text/tiny"),
+        ("name", "--set", "seed=1"),
+        ("--recipe", "reverse_text/tiny"),
+    ],
+    ids=" ".join,
 )
 def test_explain_refuses_what_it_would_not_use(words: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(cli, ["explain", "name", *words])
+    done = CliRunner().invoke(cli, ["explain", *words])
     assert done.exit_code == 2 and "--recipe" in done.output
 
 
@@ -52,9 +71,19 @@ def test_explain_offers_the_nearest_key() -> None:
 
 
 @pytest.mark.parametrize("root", [Recipe, Profile])
-def test_every_key_can_be_explained(root: type) -> None:
+def test_every_key_can_be_explained_in_words(root: type) -> None:
     entries = explain_all(root)
-    assert len(entries) > 30 and all(entry["type"] for entry in entries)
+    assert len(entries) > 80 and all(entry["type"] for entry in entries)
+    assert [entry["key"] for entry in entries if not entry["meaning"]] == []
+    tags = [entry for entry in entries if "\n" in entry["meaning"]]
+    assert [
+        each["key"] for each in tags if any(line.endswith(": ") for line in each["meaning"].split("\n"))
+    ] == []
+
+
+def test_the_schema_is_json_whether_that_is_asked_for_or_not() -> None:
+    said = [CliRunner().invoke(cli, ["schema", "profile", *words]).output for words in ((), ("--json",))]
+    assert said[0] == said[1] and said[0].startswith("{")
 
 
 def test_the_schema_carries_the_docstrings() -> None:

@@ -67,8 +67,8 @@ def test_a_fork_from_what_is_not_there_is_refused(tmp_path, other, fork, words):
 
 
 def test_a_fork_with_no_step_left_is_refused(tmp_path, other):
-    with pytest.raises(ConfigError, match=r"checkpoint 4 of .*other is at or beyond max_steps 4"):
-        import_checkpoint(RunDir(tmp_path / "new"), load(tmp_path, "{run: other}", max_steps=4))
+    with pytest.raises(ConfigError, match=r"yaml:\d+: checkpoint 4 of .*other is at or beyond max_steps 4"):
+        load(tmp_path, "{run: other}", max_steps=4)
 
 
 def test_a_run_without_checkpoints_is_named(tmp_path):

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -41,8 +41,9 @@ NOT_TEXT = ("templates",)
 def text_fields(block: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Dotted paths of every field that takes free text, alone, in a list or as a variable's value."""
     for name, field in block.model_fields.items():
-        inner = [each for each in unfold(field.annotation) if isinstance(each, type)]
-        if any(issubclass(each, str) and each.__module__ == "builtins" for each in inner) or dict in inner:
+        every = unfold(field.annotation)
+        inner = [each for each in every if isinstance(each, type)]
+        if str in inner or any(get_origin(each) is dict for each in every):
             yield f"{prefix}{name}"
         for each in inner:
             if issubclass(each, BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,11 @@ def test_the_login_node_half_loads_no_torch(folder: str) -> None:
 )
 def test_a_module_can_be_held_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 420
+
+
+@pytest.mark.parametrize("folder", ["common", "recipe", "cluster", "plan", "render"])
+def test_a_reading_order_names_the_modules_that_are_there(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
+    order = re.sub(r"\([^()]*\)", "", text.partition("Reading order")[2])
+    there = {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"\w+", order)) == there

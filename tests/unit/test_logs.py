@@ -54,6 +54,12 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.mark.parametrize("words", [("-n", "0"), ("-n", "-5"), ("--rank", "-1"), ("--attempt", "0")])
+def test_numbers_that_count_nothing_are_refused(run: RunDir, words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(command, [str(run.root), "--grep", "x", *words])
+    assert done.exit_code == 2 and "is not in the range" in done.output
+
+
 def labels(run: RunDir, role: str | None = None, **choice: Any) -> list[str]:
     return [file.label for file in LogFiles(run).choose(role, **choice)]
 

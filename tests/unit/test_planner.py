@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.names import Role
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.recipe.training_schema import LoRA
 from tests.support import ROOT
@@ -56,6 +57,61 @@ def test_the_warmup_feeds_the_main_phase() -> None:
     assert (warmup.name, warmup.recipe.kind, main.recipe.kind) == ("warmup", "sft", "rl")
     assert main.model_path == "/runs/x/warmup/weights/step_400"
     assert [process.name for process in warmup.processes] == ["sft-0"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("trainer.router_replay=true",),
+        ("lora={}", "after.export={to: /x, merge: true}"),
+        ("weights.transport=delta",),
+        ("algorithm.type=opd", "teacher={model: {name: t}, base_url: 'http://h/v1'}"),
+        ("judge={model: {name: j}, base_url: 'http://h/v1'}",),
+        ("after.evaluation={}", "rollouts.sampling.max_tokens=20"),
+    ],
+)
+def test_what_fits_a_recipe_fits_it_with_a_warmup(changes: tuple[str, ...]) -> None:
+    made = plan(tiny("warmup.max_steps=2", *changes), gpu_profile(2))
+    assert [phase.name for phase in made.phases] == ["warmup", "main"]
+
+
+def test_one_engine_of_most_of_a_node_leaves_the_trainer_the_rest() -> None:
+    auto = ("layout.inference.replicas=auto", "layout.trainer.ranks=auto", "warmup=null")
+    main = plan(tiny("layout.inference.tensor_parallel=6", *auto), gpu_profile(1)).phase("main")
+    assert main.process("inference-0").accelerators == (0, 1, 2, 3, 4, 5)
+    assert main.process("trainer-0").accelerators == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "profile", "mend"),
+    [
+        (("layout.trainer.nodes=1",), gpu_profile(1), "leave out layout.inference.nodes and layout"),
+        (
+            ("layout.inference.nodes=4", "layout.trainer.nodes=1"),
+            gpu_profile(4),
+            "; lower layout.inference.nodes$",
+        ),
+        (("layout.trainer.nodes=4",), gpu_profile(4), "; lower layout.trainer.nodes$"),
+        (
+            ("algorithm.type=opd", "teacher={model: {name: org/t}, layout: {replicas: 8}}"),
+            gpu_profile(1),
+            "; lower teacher.layout.replicas, or choose",
+        ),
+    ],
+)
+def test_what_is_too_much_names_the_keys_that_can_be_lowered(changes, profile, mend) -> None:
+    auto = ("layout.inference.replicas=auto", "layout.trainer.ranks=auto", "warmup=null")
+    with pytest.raises(ConfigError, match=mend):
+        plan(tiny(*auto, *changes), profile)
+
+
+@pytest.mark.parametrize(
+    "change", ["layout.trainer.expert_backend=deepep", "model.attention=flash_attention_2"]
+)
+def test_what_needs_gpus_is_refused_where_there_are_none(change: str) -> None:
+    assert plan(tiny(change, "trainer.param_dtype=bfloat16"), gpu_profile(1))
+    with pytest.raises(ConfigError, match="needs GPUs, and profile 'local' has none"):
+        plan(tiny(change, "trainer.param_dtype=bfloat16"), load_profile("local").profile)
 
 
 def test_a_server_by_address_is_not_started_and_the_others_keep_their_numbers() -> None:
@@ -274,7 +330,7 @@ def test_a_users_variables_win_over_the_roles_own() -> None:
         (
             ["layout.trainer.nodes=2", "algorithm.type=opd", "teacher.model.name=t"],
             gpu_profile(3),
-            ["4 nodes", "has 3", "teacher.layout.replicas"],
+            ["4 nodes", "has 3", "lower layout.trainer.nodes"],
         ),
         (
             ["algorithm.type=opd", "teacher={model: {name: t}, layout: {tensor_parallel: 16}}"],
@@ -414,9 +470,6 @@ def test_no_accelerator_is_given_twice_and_none_that_is_not_there(
 
 
 def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path) -> None:
-    from primerl_hpc.common.errors import DataError, NotFoundError
-    from primerl_hpc.recipe.resolve import resolve
-
     loaded = load_recipe("reverse_text/tiny", overrides=["model.name=./model", "warmup=null"])
     with pytest.raises(NotFoundError, match="does not exist"):
         resolve(loaded, folder=tmp_path)
@@ -430,6 +483,33 @@ def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path)
             resolve(loaded, folder=tmp_path)
         (tmp_path / "model" / name).write_text("{}")
     assert resolve(loaded, folder=tmp_path).model.name == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.name=outputs/tinny", "model folder .*outputs/tinny does not exist"),
+        ("model.name=gpt2", "gpt2 does not exist; .*hub id, owner/name"),
+        ("model.tokenizer=/nope", "folder /nope has no tokenizer"),
+        ("model.tokenizer=outputs", "folder .*outputs has no tokenizer"),
+        ("sft.data.path=gsm8k", "gsm8k does not exist; .*hub id: owner/name"),
+        ("sft.data.path=outputs/rows", "outputs/rows does not exist"),
+        ("sft.data.path=outputs", "outputs: no SFT rows; give a .jsonl or .parquet file"),
+        ("sft.data.path=./x.txt", "x.txt: no SFT rows"),
+    ],
+)
+def test_a_path_that_leads_to_nothing_is_not_taken_for_a_hub_id(
+    tmp_path: Path, change: str, says: str
+) -> None:
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "x.txt").write_text("{}")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "kind: sft\nname: r\nmodel: {name: org/model}\nmax_steps: 1\nsft: {data: {path: org/data}}\n"
+    )
+    assert resolve(load_recipe(str(recipe)), folder=tmp_path).model.name == "org/model"
+    with pytest.raises(PrimerlError, match=says):
+        resolve(load_recipe(str(recipe), overrides=[change]), folder=tmp_path)
 
 
 def with_spares(nodes: int, spares: int) -> Profile:

@@ -65,6 +65,30 @@ def test_later_layers_win_and_origins_are_kept(tmp_path: Path) -> None:
     assert origins["optimizer.lr"] == f"{tmp_path / 'high.yaml'}:1"
 
 
+def test_a_block_of_another_type_takes_the_place_of_the_one_below_it(tmp_path: Path) -> None:
+    low = "optimizer: {lr: 1.0e-3}\nloss: {type: gspo, kl_tau: 0.5}\nalgorithm: {type: rae, decay: 0.5}\n"
+    write(tmp_path, low, "low.yaml")
+    above = "optimizer: {type: adamw, eps: 1.0e-6}\nloss: {type: grpo}\nalgorithm: {decay: 0.7}\n"
+    path = write(tmp_path, "base: low.yaml\n" + MINIMAL + above)
+    recipe = load_recipe(path).recipe
+    assert (recipe.optimizer.lr, recipe.optimizer.eps) == (1e-3, 1e-6)  # adamw is what no type means
+    assert (recipe.loss.type, recipe.loss.kl_tau) == ("grpo", 0.0)
+    assert (recipe.algorithm.type, recipe.algorithm.decay) == ("rae", 0.7)
+    for changes in (["loss.threshold=0.3", "loss.type=ipo"], ["loss.type=ipo", "loss.threshold=0.3"]):
+        loss = load_recipe(path, overrides=changes).recipe.loss
+        assert (loss.type, loss.threshold, loss.kl_tau) == ("ipo", 0.3, 1e-3)
+    assert load_recipe("reverse_text/tiny", overrides=["loss.type=grpo"]).recipe.loss.type == "grpo"
+
+
+def test_variables_for_the_roles_keep_their_case_and_are_text(tmp_path: Path) -> None:
+    environ = {"PRIMERL_ENV__HF_HOME": "/x", "PRIMERL_ENVIRONMENTS__TRAIN__0__ARGS__SPLIT": "test"}
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL), overrides=["env.OMP_NUM_THREADS=4"], environ=environ
+    ).recipe
+    assert recipe.env == {"HF_HOME": "/x", "OMP_NUM_THREADS": "4"}
+    assert recipe.environments.train[0].args == {"split": "test"}
+
+
 def test_a_list_replaces_the_list_below_it(tmp_path: Path) -> None:
     write(tmp_path, MINIMAL, "base.yaml")
     path = write(tmp_path, "base: base.yaml\nenvironments: {train: [{id: other}]}\n")
@@ -142,6 +166,53 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         (MINIMAL.replace("[{id: reverse-text}]", "[{id: a}, {id: a}]"), ["called 'a'", "name"]),
         (MINIMAL + "env: {PRIMERL_X: a}\n", ["PRIMERL_X"]),
         (MINIMAL + "rollouts: {sampling: {max_tokens: 4096}}\n", ["max_tokens 4096", "2048"]),
+        (
+            MINIMAL + "warmup: {sft: {data: {path: d}}, max_steps: 1, checkpoint: {fork: {run: r}}}\n",
+            ["warmup.checkpoint.fork", "starts from the model"],
+        ),
+        (MINIMAL + "env: {PRIMERL_RUN_DIR: /x}\n", [":7", "PRIMERL_RUN_DIR is set by the run itself"]),
+        *(
+            (f"{MINIMAL}rollouts: {{sampling: {{extra: {{{name}: 1}}}}}}\n", ["extra", name, words])
+            for name, words in {
+                "temperature": "has a key of its own",
+                "max_tokens": "has a key of its own",
+                "seed": "would be alike",
+                "n": "one reply",
+                "presence_penalty": "another distribution",
+                "logit_bias": "another distribution",
+            }.items()
+        ),
+        *(
+            (f"{MINIMAL}inference: {{extra_args: {{{name}: 1}}}}\n", [":7", "inference.extra_args", words])
+            for name, words in {
+                "port": "may not set 'port': the run decides it itself",
+                "--max_model_len": "its own: inference.max_model_len",
+                "dtype": "its own: model.dtype",
+                "no-enable-scale-out": "may not set 'enable-scale-out'",
+                "generation-config": "may not set 'generation-config'",
+            }.items()
+        ),
+        *(
+            (f"{MINIMAL}rollouts: {{group_size: 1}}\nalgorithm: {{type: {kind}}}\n", [kind, "would be 0"])
+            for kind in ("grpo", "grpo_std", "rloo", "opo", "max_rl")
+        ),
+        (
+            MINIMAL + "  eval: [{id: a}, {id: b, sampling: {max_tokens: 2048}}]\n",
+            ["environments.eval.1.sampling.max_tokens 2048 leaves no room"],
+        ),
+        (
+            MINIMAL + "after: {evaluation: {environments: [{id: b, sampling: {max_tokens: 4096}}]}}\n",
+            ["after.evaluation.environments.0.sampling.max_tokens 4096 leaves no room"],
+        ),
+        (MINIMAL + "after: {export: {to: x, step: 4}}\n", ["after.export.step 4 is beyond max_steps 3"]),
+        (
+            MINIMAL + "after: {evaluation: {steps: [2, 7], environments: [{id: b}]}}\n",
+            ["after.evaluation.steps 7 is beyond max_steps 3"],
+        ),
+        (
+            SUPERVISED + "  data: {path: d}\nweights: {transport: delta}\n",
+            ["weights.transport delta belongs to kind rl"],
+        ),
         (MINIMAL + "rollouts: {sampling: {temperature: 0}}\n", ["kind rl needs", "temperature above 0"]),
         (MINIMAL + "rollouts: {sampling: {top_p: 0}}\n", ["rollouts.sampling.top_p", "greater than 0"]),
         (MINIMAL + "rollouts: {sampling: {top_k: -2}}\n", ["rollouts.sampling.top_k", "equal to -1"]),
@@ -222,8 +293,19 @@ def test_temperature_0_is_for_evaluations_and_for_replies_of_a_teacher(tmp_path:
         "[{id: reverse-text}]", "[{id: a}]\n  eval: [{id: b, sampling: {temperature: 0}}]"
     )
     alone = "kind: eval\nname: a\nmodel: {name: m}\nenvironments: {eval: [{id: a}]}\n"
-    for text in (MINIMAL + cold + taught, evaluated, alone + cold):
+    scored = MINIMAL.replace("rl", "eval", 1).replace("train:", "eval:") + "algorithm: {type: opd}\n"
+    for text in (MINIMAL + cold + taught, evaluated, alone + cold, scored + cold):
         assert load_recipe(write(tmp_path, text)).recipe
+
+
+def test_what_the_trainer_does_not_know_of_is_for_evaluations_and_one_rollout_for_other_baselines(
+    tmp_path: Path,
+) -> None:
+    own = "  eval: [{id: b, sampling: {extra: {seed: 1, presence_penalty: 0.5}}}]\n"
+    group = (
+        "rollouts: {group_size: 1, sampling: {top_p: 0.9, extra: {min_tokens: 1}}}\nalgorithm: {type: rae}\n"
+    )
+    assert load_recipe(write(tmp_path, MINIMAL + own + group)).recipe
 
 
 @pytest.mark.parametrize(

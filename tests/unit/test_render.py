@@ -13,7 +13,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.assets import list_assets
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
-from primerl_hpc.render.job import render_job
+from primerl_hpc.render.job import render_engines, render_job
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -58,6 +58,17 @@ def test_spare_nodes_are_asked_for_and_a_lost_node_does_not_end_the_job() -> Non
     plain = script(profile).splitlines()
     assert "#SBATCH --nodes=2" in plain and "#SBATCH --no-kill" not in plain
     assert "#SBATCH --nodes=4" in lines and "#SBATCH --no-kill" in lines
+
+
+@pytest.mark.parametrize(("profile", "memory"), [("lumi", "--mem=61440M"), ("h100x64", "--mem=237G")])
+def test_an_elastic_engine_asks_for_its_share_of_a_nodes_memory(profile: str, memory: str) -> None:
+    elastic = ["layout.inference={elastic: true, replicas: 2}", "warmup=null"]
+    where = load_profile(profile).profile
+    plan = compile_plan(
+        load_recipe("reverse_text/tiny", overrides=elastic).recipe, where, run_dir="/r", python="/p"
+    )
+    asked = [line for line in render_engines(plan, where, python="/p").splitlines() if "--mem=" in line]
+    assert asked == [f"#SBATCH {memory}"]
 
 
 def test_a_walltime_warning_before_the_supervisor_is_there_ends_nothing() -> None:

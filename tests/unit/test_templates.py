@@ -11,6 +11,7 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, NotFoundError, PrimerlError
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.render import lint
 from primerl_hpc.render.job import render_job
 from primerl_hpc.render.lint import check_script, warnings_of
 
@@ -87,6 +88,7 @@ def test_the_frozen_profile_finds_its_templates_from_elsewhere(tmp_path: Path) -
         ("#!/bin/bash\n  #SBATCH --nodes=2\n", "job.sbatch:2", ["indented"]),
         ("#!/bin/bash\nif true; then\n", "job.sbatch:", ["bash does not accept"]),
         ("#!/bin/bash\necho 'a\n", "job.sbatch:2", ["bash does not accept"]),
+        ("#!/bin/bash\ncat <<EOF\nexec true\n", "job.sbatch:", ["bash does not accept", "here-document"]),
     ],
 )
 def test_a_fault_in_a_template_is_one_sentence_with_its_line(
@@ -125,3 +127,11 @@ def test_without_bash_the_rest_is_still_checked(monkeypatch: pytest.MonkeyPatch)
     check_script("#!/bin/bash\nif\n", place="x")
     with pytest.raises(ConfigError):
         check_script("if\n", place="x")
+
+
+def test_a_script_that_bash_does_not_look_at_in_time_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lint, "_BASH_TIMEOUT_S", 0.0)
+    check_script("#!/bin/bash\nif true; then\n", place="job.sbatch")
+    assert "job.sbatch is not checked" in capsys.readouterr().err

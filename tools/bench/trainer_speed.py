@@ -57,7 +57,7 @@ def recipe_of(case: Case, folder: Path, seq_len: int) -> dict:
         "max_steps": 1,
         "layout": {"trainer": {"ranks": 1}},
         "environments": {"train": [{"id": "reverse-text"}]},
-        "rollouts": {"batch_size": ROWS, "group_size": 1, "sampling": {"max_tokens": 8}},
+        "rollouts": {"batch_size": ROWS, "group_size": ROWS, "sampling": {"max_tokens": 8}},
         "sft": {"data": {"path": "made-up"}, "batch_size": ROWS},
     }
 
