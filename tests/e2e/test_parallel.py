@@ -95,7 +95,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
     "absent-deepep": DEEP_EP,
     "compiled-ulysses-2-expert-2": {
-        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
+        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2},
+        "trainer": {"compile": True}, "compiler": "aot_eager",
     },
     "replay-ring-2-expert-2": {
         **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
@@ -214,6 +215,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "is_large": True,
     },
     "one-rank-from-expert-2": {"model": "qwen3_moe", "ranks": 1, "resume_from": "saved"},
+    # with torch's own compiler, whose C++ takes most of a minute to compile for each rank
+    "compiled": {"model": "qwen3", "ranks": 1, "trainer": {"compile": True}},
 }
 # fmt: on
 REFUSED = {
