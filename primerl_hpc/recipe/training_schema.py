@@ -244,7 +244,7 @@ class Checkpoint(Block):
     asynchronous: Bool = True
     """Train on as soon as the state is copied to host memory (its size once per node); off: wait for the files."""
     weights_only: Bool = False
-    """Leave out the optimizer's state: a third of AdamW's size, but a resume starts it from zero."""
+    """Save without the optimizer's state: a third of AdamW's size, but a resume from it starts that from zero."""
     fork: Fork | None = None
 
 

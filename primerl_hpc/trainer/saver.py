@@ -81,7 +81,7 @@ class Saver:
             self.finish()
         self._is_second_try, self._fault = self.has_failed, None
         state = checkpoint_state(self.core, step, progress)
-        tensors = checkpoint_tensors(self.core)
+        tensors = checkpoint_tensors(self.core, weights_only=self.config.weights_only)
         if self._group is None or not in_background:
             self._write(step, state, tensors)
             return
