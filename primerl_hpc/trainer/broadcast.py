@@ -4,7 +4,7 @@
     sender.publish(version, is_whole=False)
 
 The leader announces a version and waits `ANSWER_S` for the orchestrator to pause engines and name the group; then every layer is
-gathered in turn and sent as a bucket. What was not sent to its end is written into ``weights/``.
+gathered in turn and sent from the device as a bucket. What was not sent to its end is written into ``weights/``.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class BroadcastPublisher:
             return False
         dtype = DTYPES[self.core.recipe.model.dtype]
         for _, _, gathered in gather_shards(self.core.policy, world, dtype, for_leader=True):
-            tensors = revert_weight_conversion(self.core.policy.hf, gathered)
-            self._pass_on({name: _cast(value, dtype) for name, value in tensors.items()})
+            self._pass_on(revert_weight_conversion(self.core.policy.hf, gathered))
         if world.is_leader:
             self._pass_on(None)
             announce(self.run, announcement, is_open=False)
@@ -111,7 +110,3 @@ class BroadcastPublisher:
         except RuntimeError as error:
             log.warning("the version is written instead of sent: %s", str(error).splitlines()[0])
             self._group = None
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(dtype) if value.is_floating_point() else value

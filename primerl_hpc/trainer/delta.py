@@ -96,7 +96,7 @@ class DeltaPublisher:
             if len(made) >= WRITERS:
                 list(made.values())[-WRITERS].result()
             name = writer.shard_path(number, of=num_shards).name
-            made[name] = pool.submit(_make_image, gathered, policy.hf, self.dtype)
+            made[name] = pool.submit(_make_image, gathered, policy.hf)
         return {name: each.result() for name, each in made.items()}
 
     def _write_link(self, link: LinkWriter, images: dict[str, Image], pool: ThreadPoolExecutor) -> bool:
@@ -130,11 +130,11 @@ class DeltaPublisher:
         return from_leader(is_worth_it)
 
 
-def _make_image(whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Image:
+def _make_image(whole: dict[str, Tensor], hf: nn.Module) -> Image:
     with torch.no_grad():
         tensors = revert_weight_conversion(hf, whole)
-        data = safetensors_image(tensors, METADATA, dtype=dtype)
-    return Image(data, list(tensors), data_bytes(tensors, dtype), isal_zlib.crc32(data))
+        data = safetensors_image(tensors, METADATA)
+    return Image(data, list(tensors), data_bytes(tensors), isal_zlib.crc32(data))
 
 
 def _write_image(path: Path, image: Image) -> Shard:

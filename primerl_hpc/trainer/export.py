@@ -1,8 +1,9 @@
 """Policy versions as HF folders: every layer is gathered in turn, ranks share the writing.
 
-A rank writes beside the gathering: converting, checksums and the disk take their time together. Memory is bounded by one
-tensor on the device and `WRITERS` + 1 layers on the host per rank. Fused experts are written under their per-expert names, as
-engines expect. A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
+What a rank holds is converted to the engines' types before it is gathered, and a rank writes beside the gathering: checksums and
+the disk take their time together. Memory is bounded by one tensor on the device and `WRITERS` + 1 layers on the host per rank, in
+those types. Fused experts are written under their per-expert names, as engines expect. A policy of adapters is a folder in PEFT's
+format, which the leader gathers and writes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def export_weights(run: RunDir, core: Core, version: int) -> None:
             if len(written) >= WRITERS:
                 written[-WRITERS].result()
             path = writer.shard_path(number, of=num_shards)
-            written.append(pool.submit(_write_shard, path, gathered, policy.hf, dtype))
+            written.append(pool.submit(_write_shard, path, gathered, policy.hf))
     commit_shards(writer, [each.result() for each in written], core)
 
 
@@ -94,15 +95,38 @@ def gather_shards(
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
     """(number from 1, number of all, tensors on the host) of the shards that this rank keeps. Collective, to its end.
 
-    ``for_leader``: rank 0 keeps all.
+    ``for_leader``: rank 0 keeps all, and gets them one after another on its device.
     """
     groups = _by_layer(policy)
+    place = world.device if for_leader else torch.device("cpu")
+    types = export_types(policy, dtype)
     for number, group in enumerate(groups, start=1):
         keeper = 0 if for_leader else (number - 1) % world.size
         is_mine = keeper == world.rank
-        gathered = {name: _gather(value, world, dtype, is_kept=is_mine) for name, value in group}
+        gathered: dict[str, Tensor] = {}
+        for name, value in group:
+            whole = _whole(value.to(world.device).to(types[name])).detach()  # shards may live on the host
+            if is_mine:  # elsewhere the memory is given back before the next one comes
+                gathered[name] = whole.to(place)
+            del whole
         if is_mine:
             yield number, len(groups), gathered
+
+
+def export_types(policy: Policy, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each of `Policy.tensors` for engines: ``dtype``, but for what transformers does not convert either.
+
+    Buffers stay as they are (a router's correction of scores), and so does what a family keeps in float32.
+    """
+    hf = policy.hf
+    kept = set(hf._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(hf._keep_in_fp32_modules or ())
+    buffers = dict(hf.named_buffers())
+    return {
+        name: value.dtype if name in buffers or any(part in name for part in kept) else dtype
+        for name, value in policy.tensors()
+    }
 
 
 def commit_shards(writer: WeightWriter, shards: list[Shard], core: Core) -> None:
@@ -125,20 +149,6 @@ def commit_shards(writer: WeightWriter, shards: list[Shard], core: Core) -> None
         writer.commit(all_entries)
 
 
-def _gather(value: Tensor, world: World, dtype: torch.dtype, *, is_kept: bool) -> Tensor:
-    """The whole tensor on the host of the rank that keeps it. Collective.
-
-    From a GPU it comes as ``dtype``; on CPU it is converted while it is written.
-    """
-    value = value.to(world.device)  # shards may live on the host
-    whole = _whole(value).detach()
-    if not is_kept:
-        return whole.new_empty(0)  # and the memory is given back before the next one comes
-    if whole.device.type == "cpu":
-        return whole
-    return whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
-
-
 def _whole(value: Tensor) -> Tensor:
     """Collective. What lies on one rank alone is given as it is, not as the copy that gathering makes."""
     if not isinstance(value, DTensor):
@@ -147,18 +157,15 @@ def _whole(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Shard:
+def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module) -> Shard:
     tensors = revert_weight_conversion(hf, whole)
-    crc32 = write_safetensors(path, tensors, METADATA, dtype=dtype, with_crc32=True)
-    return Shard(WeightWriter.entry(path, crc32), list(tensors), data_bytes(tensors, dtype))
+    crc32 = write_safetensors(path, tensors, METADATA, with_crc32=True)
+    return Shard(WeightWriter.entry(path, crc32), list(tensors), data_bytes(tensors))
 
 
-def data_bytes(tensors: dict[str, Tensor], dtype: torch.dtype) -> int:
+def data_bytes(tensors: dict[str, Tensor]) -> int:
     """Of a shard without its header."""
-    return sum(
-        value.numel() * (dtype if value.is_floating_point() else value.dtype).itemsize
-        for value in tensors.values()
-    )
+    return sum(value.nbytes for value in tensors.values())
 
 
 def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:

@@ -24,29 +24,19 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PIECE_ELEMENTS = (
-    1 << 19
-)  # what is converted, summed up and handed to the system while it is in the processor's cache
+PIECE_ELEMENTS = 1 << 19  # summed up and handed to the system while they are in the processor's cache
 
 
 def write_safetensors(
-    path: Path,
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str],
-    *,
-    dtype: torch.dtype | None = None,
-    with_crc32: bool = False,
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, with_crc32: bool = False
 ) -> int:
-    """Write a new file and make it durable; floating-point tensors as ``dtype`` where one is given.
-
-    Returns its CRC-32, or 0 without ``with_crc32``.
-    """
-    text, _ = _header(tensors, metadata, dtype)
+    """Write a new file and make it durable. Returns its CRC-32, or 0 without ``with_crc32``."""
+    text, _ = _header(tensors, metadata)
     crc32 = isal_zlib.crc32(text) if with_crc32 else 0
     with path.open("wb") as file:
         file.write(text)
         for value in tensors.values():
-            for data in _pieces(value, _dtype_of(value, dtype)):
+            for data in _pieces(value):
                 file.write(data)
                 if with_crc32:
                     crc32 = isal_zlib.crc32(data, crc32)
@@ -55,50 +45,35 @@ def write_safetensors(
     return crc32
 
 
-def safetensors_image(
-    tensors: dict[str, Tensor], metadata: dict[str, str], *, dtype: torch.dtype
-) -> NDArray[np.uint8]:
+def safetensors_image(tensors: dict[str, Tensor], metadata: dict[str, str]) -> NDArray[np.uint8]:
     """The bytes of the file that `write_safetensors` would write."""
-    text, data_bytes = _header(tensors, metadata, dtype)
+    text, data_bytes = _header(tensors, metadata)
     image = np.empty(len(text) + data_bytes, np.uint8)
     image[: len(text)] = np.frombuffer(text, np.uint8)
     position = len(text)
     for value in tensors.values():
-        for data in _pieces(value, _dtype_of(value, dtype)):
+        for data in _pieces(value):
             image[position : position + len(data)] = data
             position += len(data)
     return image
 
 
-def _header(
-    tensors: dict[str, Tensor], metadata: dict[str, str], dtype: torch.dtype | None
-) -> tuple[bytes, int]:
+def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, int]:
     """The file up to its data, and how many bytes of data follow."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, value in tensors.items():
-        to = _dtype_of(value, dtype)
-        size = value.numel() * to.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[to],
+            "dtype": DTYPE_NAMES[value.dtype],
             "shape": list(value.shape),
-            "data_offsets": [position, position + size],
+            "data_offsets": [position, position + value.nbytes],
         }
-        position += size
+        position += value.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, position
 
 
-def _dtype_of(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and value.is_floating_point() else value.dtype
-
-
-def _pieces(value: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The tensor's bytes as ``dtype``; a piece is valid until the next one is asked for."""
-    flat = value.cpu().contiguous().reshape(-1)
-    converted = torch.empty(min(PIECE_ELEMENTS, len(flat)), dtype=dtype)
-    for piece in flat.split(PIECE_ELEMENTS):
-        if piece.dtype != dtype:
-            piece = converted[: len(piece)].copy_(piece)  # noqa: PLW2901
+def _pieces(value: Tensor) -> Iterator[memoryview]:
+    for piece in value.cpu().contiguous().reshape(-1).split(PIECE_ELEMENTS):
         yield memoryview(piece.view(torch.uint8).numpy())
