@@ -51,7 +51,9 @@ class Saver:
     def __init__(self, run: RunDir, core: Core, sides: tuple[str, ...]) -> None:
         self.run, self.core, self.sides = run, core, sides
         self.config = core.recipe.checkpoint
-        self._group = dist.new_group(backend="gloo") if self.config.asynchronous else None
+        self._group = None
+        if self.config.asynchronous:
+            self._group = dist.new_group(backend="gloo", timeout=core.world.timeout)
         self._copies: dict[str, Tensor] = {}  # host memory, used again by every save
         self._thread: threading.Thread | None = None
         self._fault: RoleError | None = None

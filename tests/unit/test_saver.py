@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,13 @@ from primerl_hpc.trainer.checkpoint import load_checkpoint  # noqa: E402
 from primerl_hpc.trainer.control import Requests, read_requests  # noqa: E402
 from primerl_hpc.trainer.core import Core, build_core  # noqa: E402
 from primerl_hpc.trainer.optim import make_state, num_updates, state_tensors  # noqa: E402
-from primerl_hpc.trainer.parallel.mesh import local, make_world  # noqa: E402
+from primerl_hpc.trainer.parallel.mesh import local, make_expert_mesh, make_world  # noqa: E402
 from primerl_hpc.trainer.saver import Saver  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from tests.e2e.tiny_models import make_family  # noqa: E402
 from tests.support import small_sft  # noqa: E402
 
-RANKS = 3
+RANKS, CPU, TIMEOUT = 3, torch.device("cpu"), timedelta(seconds=1234)
 SECOND = "shard-00002.safetensors"
 
 
@@ -122,14 +123,25 @@ def load_to_save_weights_alone(run: RunDir, core: Core) -> dict[str, object]:
     return found | {"updates of weights alone": num_updates(core.optimizer), "states": len(moments())}
 
 
+def timeouts_s(core: Core) -> set[float]:
+    """Of all groups that ranks meet in."""
+    copies = make_world(TrainerLayout(replicate=RANKS), CPU, local_rank=0, local_size=RANKS, timeout=TIMEOUT)
+    meshes = (core.world.mesh, copies.mesh, make_expert_mesh(core.world, RANKS))
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    groups.append(Saver(RunDir(Path("none")), core, ("trainer",))._group)
+    assert len({group.group_name for group in groups}) > 3
+    return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+
+
 def run_rank(rank: int, model: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    world = make_world(TrainerLayout(), torch.device("cpu"), local_rank=rank, local_size=RANKS)
+    world = make_world(TrainerLayout(), CPU, local_rank=rank, local_size=RANKS, timeout=TIMEOUT)
     run = RunDir(Path(folder))
     watchdog = Watchdog(run, "sft-0", rank=rank, size=RANKS, timeout_s=600)
     core = build_core(small_sft(Path(model)), model, world, watchdog)
     found = load_damaged(run, core) | fail_and_try_again(run, core)
     found["weights alone"] = load_to_save_weights_alone(run, core)
+    found["timeouts"] = list(timeouts_s(core))
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -182,3 +194,7 @@ def test_moments_that_a_checkpoint_has_are_read_though_the_run_saves_weights_alo
         "updates of weights alone": 0,
         "states": 0,
     }
+
+
+def test_ranks_wait_for_each_other_in_every_group_as_long_as_in_the_whole(run):
+    assert found_by_ranks(run)["timeouts"] == [TIMEOUT.total_seconds()]
