@@ -148,14 +148,16 @@ class Linear(Block):
     type: Literal["linear"] = "linear"
     warmup_steps: NonNegativeInt = 10
     decay_steps: NonNegativeInt = 10
-    """Steps at the end over which the rate falls to min_lr_ratio of its peak."""
+    """Steps at the end over which the rate falls towards min_lr_ratio of its peak."""
     min_lr_ratio: Fraction = 0.0
+    """Share of the peak that a step after the last one would have: with 0 the last step still trains."""
 
 
 class Cosine(Block):
     type: Literal["cosine"] = "cosine"
     warmup_steps: NonNegativeInt = 10
     min_lr_ratio: Fraction = 0.0
+    """Share of the peak that a step after the last one would have."""
 
 
 Scheduler = Annotated[
