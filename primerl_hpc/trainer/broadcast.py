@@ -22,7 +22,7 @@ from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.files import is_there
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.trainer.core import Core
-from primerl_hpc.trainer.export import DTYPES, gather_shards, publish_policy
+from primerl_hpc.trainer.export import DTYPES, export_types, gather_shards, publish_policy
 from primerl_hpc.trainer.setup import from_leader
 from primerl_hpc.transport.broadcast_group import Group, open_store
 from primerl_hpc.transport.weights import Announcement
@@ -59,9 +59,10 @@ class BroadcastPublisher:
             self._group = self._meet(announcement)
         if not from_leader(self._group is not None):
             return False
-        dtype = DTYPES[self.core.recipe.model.dtype]
-        for _, _, gathered in gather_shards(self.core.policy, world, dtype, for_leader=True):
-            self._pass_on(revert_weight_conversion(self.core.policy.hf, gathered))
+        policy = self.core.policy
+        types = export_types(policy, DTYPES[self.core.recipe.model.dtype])
+        for _, _, gathered in gather_shards(policy, world, types, for_leader=True):
+            self._pass_on(revert_weight_conversion(policy.hf, gathered))
         if world.is_leader:
             self._pass_on(None)
             announce(self.run, announcement, is_open=False)

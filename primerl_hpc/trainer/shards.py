@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,31 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PIECE_ELEMENTS = 1 << 19  # summed up and handed to the system while they are in the processor's cache
+Types = Mapping[str, torch.dtype]  # by names of tensors
+PIECE_ELEMENTS = (
+    1 << 19
+)  # what is converted, summed up and handed to the system while it is in the processor's cache
 
 
 def write_safetensors(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], *, with_crc32: bool = False
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    *,
+    types: Types | None = None,
+    with_crc32: bool = False,
 ) -> int:
-    """Write a new file and make it durable. Returns its CRC-32, or 0 without ``with_crc32``."""
-    text, _ = _header(tensors, metadata)
+    """Write a new file and make it durable; ``types``: those of tensors that are written in another than their own.
+
+    Returns its CRC-32, or 0 without ``with_crc32``.
+    """
+    types = types or {}
+    text, _ = _header(tensors, metadata, types)
     crc32 = isal_zlib.crc32(text) if with_crc32 else 0
     with path.open("wb") as file:
         file.write(text)
-        for value in tensors.values():
-            for data in _pieces(value):
+        for name, value in tensors.items():
+            for data in _pieces(value, types.get(name, value.dtype)):
                 file.write(data)
                 if with_crc32:
                     crc32 = isal_zlib.crc32(data, crc32)
@@ -45,35 +57,44 @@ def write_safetensors(
     return crc32
 
 
-def safetensors_image(tensors: dict[str, Tensor], metadata: dict[str, str]) -> NDArray[np.uint8]:
+def safetensors_image(
+    tensors: dict[str, Tensor], metadata: dict[str, str], *, types: Types
+) -> NDArray[np.uint8]:
     """The bytes of the file that `write_safetensors` would write."""
-    text, data_bytes = _header(tensors, metadata)
+    text, data_bytes = _header(tensors, metadata, types)
     image = np.empty(len(text) + data_bytes, np.uint8)
     image[: len(text)] = np.frombuffer(text, np.uint8)
     position = len(text)
-    for value in tensors.values():
-        for data in _pieces(value):
+    for name, value in tensors.items():
+        for data in _pieces(value, types.get(name, value.dtype)):
             image[position : position + len(data)] = data
             position += len(data)
     return image
 
 
-def _header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, int]:
+def _header(tensors: dict[str, Tensor], metadata: dict[str, str], types: Types) -> tuple[bytes, int]:
     """The file up to its data, and how many bytes of data follow."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, value in tensors.items():
+        to = types.get(name, value.dtype)
+        size = value.numel() * to.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[value.dtype],
+            "dtype": DTYPE_NAMES[to],
             "shape": list(value.shape),
-            "data_offsets": [position, position + value.nbytes],
+            "data_offsets": [position, position + size],
         }
-        position += value.nbytes
+        position += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, position
 
 
-def _pieces(value: Tensor) -> Iterator[memoryview]:
-    for piece in value.cpu().contiguous().reshape(-1).split(PIECE_ELEMENTS):
+def _pieces(value: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The tensor's bytes as ``dtype``; a piece is valid until the next one is asked for."""
+    flat = value.cpu().contiguous().reshape(-1)
+    converted = torch.empty(min(PIECE_ELEMENTS, len(flat)), dtype=dtype)
+    for piece in flat.split(PIECE_ELEMENTS):
+        if piece.dtype != dtype:
+            piece = converted[: len(piece)].copy_(piece)  # noqa: PLW2901
         yield memoryview(piece.view(torch.uint8).numpy())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from primerl_hpc.common.files import crc32_of_file  # noqa: E402
-from primerl_hpc.trainer.export import _write_shard, gather_shards  # noqa: E402
+from primerl_hpc.trainer.export import _write_shard, export_types, gather_shards  # noqa: E402
 from primerl_hpc.trainer.model import Policy  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import World  # noqa: E402
@@ -46,16 +46,21 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> N
         assert file.metadata() == {"format": "pt"}
 
 
-def test_a_tensor_of_many_pieces_is_the_same_in_a_file_and_in_memory(tmp_path: Path) -> None:
+def test_what_shall_have_another_type_is_converted_piece_by_piece_and_nothing_else(tmp_path: Path) -> None:
     large = torch.randn(PIECE_ELEMENTS + 7, generator=torch.Generator().manual_seed(0))
-    tensors = {"large": large, "transposed": large[:6].view(2, 3).t(), "half": large[:5].bfloat16()}
+    tensors = {"large": large, "transposed": large[:6].view(2, 3).t(), "own": large[:5]}
+    types = dict.fromkeys(("large", "transposed"), torch.bfloat16)
     path = tmp_path / "x.safetensors"
-    assert write_safetensors(path, tensors, {}, with_crc32=True) == crc32_of_file(path)
+    crc32 = write_safetensors(path, tensors, {}, types=types, with_crc32=True)
+    assert crc32 == crc32_of_file(path)
     found = load_file(path)
-    assert all(torch.equal(found[name], value) for name, value in tensors.items())
-    assert safetensors_image(tensors, {}).tobytes() == path.read_bytes()
+    assert torch.equal(found["large"], large.bfloat16())
+    assert torch.equal(found["transposed"], tensors["transposed"].bfloat16())
+    assert torch.equal(found["own"], tensors["own"])
+    assert safetensors_image(tensors, {}, types=types).tobytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("for_leader", [False, True])  # into files, into the engines' memory
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
@@ -69,7 +74,7 @@ def test_a_tensor_of_many_pieces_is_the_same_in_a_file_and_in_memory(tmp_path: P
     ],
 )
 def test_what_a_family_keeps_in_float32_is_exported_so_bit_for_bit(
-    tmp_path: Path, family: str, kept: set[str]
+    tmp_path: Path, family: str, kept: set[str], for_leader: bool
 ) -> None:
     """Rounded to bfloat16, a correction of scores would route the engine's tokens to other experts than the trainer's."""
     config = AutoConfig.for_model(family, **COMMON | SHAPES.get(family, {}))
@@ -80,10 +85,12 @@ def test_what_a_family_keeps_in_float32_is_exported_so_bit_for_bit(
     world = World(0, 1, 0, 1, torch.device("cpu"), mesh=None)
     policy = Policy(hf, 64, "sdpa", Context())
     source, found = dict(policy.tensors()), {}
-    for number, _, gathered in gather_shards(policy, world, torch.bfloat16):
-        _write_shard(tmp_path / f"{number}", gathered, hf)
+    types = export_types(policy, torch.bfloat16)
+    for number, _, gathered in gather_shards(policy, world, types, for_leader=for_leader):
+        _write_shard(tmp_path / f"{number}", gathered, hf, types)
         found |= load_file(tmp_path / f"{number}")
         for name, value in gathered.items():
             assert torch.equal(value, source[name].to(value.dtype))
+            assert not for_leader or value.dtype == types[name]
     assert {name for name, value in found.items() if value.dtype == torch.float32} == kept
     assert {value.dtype for name, value in found.items() if name not in kept} == {torch.bfloat16}
