@@ -183,9 +183,9 @@ class Linear(Block):
     warmup_steps: NonNegativeInt = 10
     """Steps over which the rate rises from 0."""
     decay_steps: NonNegativeInt = 10
-    """Steps at the end over which the rate falls to min_lr_ratio of its peak."""
+    """Steps at the end over which the rate falls towards min_lr_ratio of its peak."""
     min_lr_ratio: Fraction = 0.0
-    """The rate at the end, as a share of its peak."""
+    """Share of the peak that a step after the last one would have: with 0 the last step still trains."""
 
 
 class Cosine(Block):
@@ -195,7 +195,7 @@ class Cosine(Block):
     warmup_steps: NonNegativeInt = 10
     """Steps over which the rate rises from 0."""
     min_lr_ratio: Fraction = 0.0
-    """The rate at the end, as a share of its peak."""
+    """Share of the peak that a step after the last one would have."""
 
 
 Scheduler = Annotated[
@@ -286,7 +286,7 @@ class Checkpoint(Block):
     asynchronous: Bool = True
     """Train on as soon as the state is copied to host memory (its size once per node); off: wait for the files."""
     weights_only: Bool = False
-    """Leave out the optimizer's state: a third of AdamW's size, but a resume starts it from zero."""
+    """Save without the optimizer's state: a third of AdamW's size, but a resume from it starts that from zero."""
     fork: Fork | None = None
 
 

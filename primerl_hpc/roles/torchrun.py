@@ -16,6 +16,7 @@ from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.rendezvous import meet
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import ProcessPlan, load_plan
+from primerl_hpc.recipe.training_schema import Trainer
 
 
 def run_torchrun(arguments: list[str], module: str = "primerl_hpc.trainer.main") -> None:
@@ -26,10 +27,11 @@ def run_torchrun(arguments: list[str], module: str = "primerl_hpc.trainer.main")
         plan = load_plan(root)
         process = plan.phase(phase).process(name)
         clear_endings(root, name)
-        if plan.phase(phase).recipe.trainer.deterministic:
+        trainer = plan.phase(phase).recipe.trainer
+        if trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
             os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it at every call
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_rank(trainer, process)))
         os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         command = torchrun_command(root, process, rendezvous(root, process))
     except PrimerlError as error:
@@ -47,6 +49,17 @@ def clear_endings(root: RunDir, name: str) -> None:
         shutil.rmtree(root.hangs(name), ignore_errors=True)
 
 
+def ranks_of_node(process: ProcessPlan) -> int:
+    return max(1, len(process.accelerators))
+
+
+def threads_of_rank(trainer: Trainer, process: ProcessPlan) -> int:
+    """One, since a GPU does the work; an optimizer that steps on the host gets the rank's share of the node's cores."""
+    if not trainer.cpu_offload:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // ranks_of_node(process))
+
+
 def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> list[str]:
     """Everything up to the ranks' module. Rank 0 of a node also speaks on the role's log."""
     logs = root.torchrun_logs(env.attempt(), process.name, env.slurm_node_rank())
@@ -54,7 +67,7 @@ def torchrun_command(root: RunDir, process: ProcessPlan, meeting: list[str]) -> 
     return [
         sys.executable,
         *("-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(max(1, len(process.accelerators)))),
+        *("--nproc-per-node", str(ranks_of_node(process))),
         *("--nnodes", str(len(process.nodes))),
         *("--max-restarts", "0"),
         *("--log-dir", str(logs), "--redirects", "3", "--tee", "0:3"),

@@ -56,6 +56,11 @@ def stack_rows(rows: list[MicroBatch], seq_len: int) -> list[list[MicroBatch]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
+def predicted_tokens(row: MicroBatch) -> NDArray[np.int64]:
+    """Which tokens of the row the model is asked for: those in a loss, but for the first of a sample, which nothing predicts."""
+    return np.flatnonzero((row.loss_mask | (row.weights("ce") != 0)) & (row.position_ids != 0))
+
+
 def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
     length = max(row.num_tokens for row in rows)
     input_ids = np.zeros((len(rows), length), np.int64)
@@ -64,8 +69,8 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
     predictors, trained, num_sequences = [], [], 0
     for index, row in enumerate(rows):
         input_ids[index, : row.num_tokens] = row.input_ids
-        positions = position_ids[index, : row.num_tokens] = row.position_ids
-        tokens = np.flatnonzero((row.loss_mask | (row.weights("ce") != 0)) & (positions != 0))
+        position_ids[index, : row.num_tokens] = row.position_ids
+        tokens = predicted_tokens(row)
         predictors.append(index * length + tokens - 1)
         trained.append(_streams(row, tokens) | {"sequence_ids": row.sample_ids[tokens] + num_sequences})
         num_sequences += len(row.sample_lengths)

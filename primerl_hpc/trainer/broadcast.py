@@ -4,7 +4,7 @@
     sender.publish(version, is_whole=False)
 
 The leader announces a version and waits `ANSWER_S` for the orchestrator to pause engines and name the group; then every layer is
-gathered in turn and sent as a bucket. What was not sent to its end is written into ``weights/``.
+gathered in turn and sent from the device as a bucket. What was not sent to its end is written into ``weights/``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.files import is_there
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.trainer.core import Core
-from primerl_hpc.trainer.export import DTYPES, gather_shards, publish_policy
+from primerl_hpc.trainer.export import DTYPES, export_types, gather_shards, publish_policy
 from primerl_hpc.trainer.setup import from_leader
 from primerl_hpc.transport.broadcast_group import Group, open_store
 from primerl_hpc.transport.weights import Announcement
@@ -59,10 +59,10 @@ class BroadcastPublisher:
             self._group = self._meet(announcement)
         if not from_leader(self._group is not None):
             return False
-        dtype = DTYPES[self.core.recipe.model.dtype]
-        for _, _, gathered in gather_shards(self.core.policy, world, dtype, for_leader=True):
-            tensors = revert_weight_conversion(self.core.policy.hf, gathered)
-            self._pass_on({name: _cast(value, dtype) for name, value in tensors.items()})
+        policy = self.core.policy
+        types = export_types(policy, DTYPES[self.core.recipe.model.dtype])
+        for _, _, gathered in gather_shards(policy, world, types, for_leader=True):
+            self._pass_on(revert_weight_conversion(policy.hf, gathered))
         if world.is_leader:
             self._pass_on(None)
             announce(self.run, announcement, is_open=False)
@@ -111,7 +111,3 @@ class BroadcastPublisher:
         except RuntimeError as error:
             log.warning("the version is written instead of sent: %s", str(error).splitlines()[0])
             self._group = None
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(dtype) if value.is_floating_point() else value

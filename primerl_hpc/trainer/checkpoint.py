@@ -58,8 +58,8 @@ def checkpoint_state(core: Core, step: int, progress: dict[str, Any] | None) -> 
     }
 
 
-def checkpoint_tensors(core: Core) -> dict[str, Tensor]:
-    """Weights, and the optimizer's state unless ``checkpoint.weights_only``, by name.
+def checkpoint_tensors(core: Core, *, weights_only: bool) -> dict[str, Tensor]:
+    """Weights by name, and with them what state the optimizer has.
 
     Of a run that trains adapters these are all: the model's own weights are in its folder, as ever.
     """
@@ -67,9 +67,7 @@ def checkpoint_tensors(core: Core) -> dict[str, Tensor]:
         weights = {f"model.{name}": value.detach() for name, value in core.policy.tensors()}
     else:
         weights = {f"adapter.{name}": value.detach() for name, value in core.policy.adapters()}
-    if core.recipe.checkpoint.weights_only:
-        return weights
-    return weights | state_tensors(core.optimizer, core.names)
+    return weights if weights_only else weights | state_tensors(core.optimizer, core.names)
 
 
 def load_checkpoint(run: RunDir, core: Core, step: int, *, lag_s: float = LAG_S) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def load_checkpoint(run: RunDir, core: Core, step: int, *, lag_s: float = LAG_S)
         )
     check_shards(run, step, state.get("shards", []), core.world, lag_s)
     make_state(core.optimizer, kinds, state["optimizer_updates"])
-    tensors = checkpoint_tensors(core)
+    tensors = checkpoint_tensors(core, weights_only=not kinds)
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(side)))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, SafetensorError) as error:

@@ -22,6 +22,7 @@ from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.trainer.batch import make_batch, stack_rows
 from primerl_hpc.trainer.losses import component_counts, step_loss, try_loss
+from primerl_hpc.trainer.losses.custom import check_metrics
 from primerl_hpc.trainer.metrics import Tally, means, metric_names, tally_tokens
 from primerl_hpc.trainer.model import (
     Policy,
@@ -152,7 +153,7 @@ class Core:
         return total / max(count, 1), int(count)
 
     def _step_totals(self, rows: list[MicroBatch]) -> tuple[torch.Tensor, int, float, int]:
-        """Component counts [3] and tokens and FLOP of all ranks, and the largest number of forwards of any."""
+        """Counts [4] of `component_counts`, tokens and FLOP of all ranks, and the largest number of forwards of any."""
         sums = torch.tensor(
             [*component_counts(rows), sum(row.num_tokens for row in rows), self.flops(rows)],
             dtype=torch.float64,
@@ -161,8 +162,8 @@ class Core:
         forwards = torch.tensor([len(stack_rows(rows, self.recipe.seq_len))])
         dist.all_reduce(sums)
         dist.all_reduce(forwards, op=dist.ReduceOp.MAX)
-        counts = sums[:3].to(self.world.device, torch.float32)
-        return counts, int(sums[3]), float(sums[4]), max(1, int(forwards))
+        counts = sums[:4].to(self.world.device, torch.float32)
+        return counts, int(sums[4]), float(sums[5]), max(1, int(forwards))
 
     def _forward_backward(
         self, rows: list[MicroBatch], counts: torch.Tensor, tally: Tally, env_names: list[str]
@@ -181,6 +182,7 @@ class Core:
         loss.backward()  # each rank's part of a sum: gradients are summed over ranks too
         tally.add("loss/total", loss.detach(), 1)
         tally.add("loss/nan_count", ~loss.detach().isfinite(), 1)
+        check_metrics(self.recipe.loss, extra, tally.names)
         for name, (total, count) in extra.items():
             tally.add(name, total, count)
         tally_tokens(tally, batch, logprobs.detach(), entropies, env_names)

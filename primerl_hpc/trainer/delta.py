@@ -23,7 +23,6 @@ import torch.distributed as dist
 from isal import isal_zlib
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.trainer.core import Core
@@ -34,10 +33,12 @@ from primerl_hpc.trainer.export import (
     Shard,
     commit_shards,
     data_bytes,
+    engine_tensors,
+    export_types,
     gather_shards,
 )
 from primerl_hpc.trainer.setup import from_leader
-from primerl_hpc.trainer.shards import safetensors_image
+from primerl_hpc.trainer.shards import Types, safetensors_image
 from primerl_hpc.transport.delta_codec import encode
 from primerl_hpc.transport.weights_delta import LinkWriter
 from primerl_hpc.transport.weights_filesystem import WeightWriter
@@ -91,12 +92,13 @@ class DeltaPublisher:
     def _make_images(self, writer: WeightWriter, pool: ThreadPoolExecutor) -> dict[str, Image]:
         """This rank's shards as they are now. Collective."""
         policy = self.core.policy
+        types = export_types(policy, self.dtype)
         made: dict[str, Future[Image]] = {}
-        for number, num_shards, gathered in gather_shards(policy, self.core.world, self.dtype):
+        for number, num_shards, gathered in gather_shards(policy, self.core.world, types):
             if len(made) >= WRITERS:
                 list(made.values())[-WRITERS].result()
             name = writer.shard_path(number, of=num_shards).name
-            made[name] = pool.submit(_make_image, gathered, policy.hf, self.dtype)
+            made[name] = pool.submit(_make_image, gathered, policy.hf, types)
         return {name: each.result() for name, each in made.items()}
 
     def _write_link(self, link: LinkWriter, images: dict[str, Image], pool: ThreadPoolExecutor) -> bool:
@@ -130,11 +132,11 @@ class DeltaPublisher:
         return from_leader(is_worth_it)
 
 
-def _make_image(whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Image:
+def _make_image(whole: dict[str, Tensor], hf: nn.Module, types: Types) -> Image:
     with torch.no_grad():
-        tensors = revert_weight_conversion(hf, whole)
-        data = safetensors_image(tensors, METADATA, dtype=dtype)
-    return Image(data, list(tensors), data_bytes(tensors, dtype), isal_zlib.crc32(data))
+        tensors, types = engine_tensors(whole, hf, types)
+        data = safetensors_image(tensors, METADATA, types=types)
+    return Image(data, list(tensors), data_bytes(tensors, types), isal_zlib.crc32(data))
 
 
 def _write_image(path: Path, image: Image) -> Shard:

@@ -1,8 +1,9 @@
 """Policy versions as HF folders: every layer is gathered in turn, ranks share the writing.
 
-A rank writes beside the gathering: converting, checksums and the disk take their time together. Memory is bounded by one
-tensor on the device and `WRITERS` + 1 layers on the host per rank. Fused experts are written under their per-expert names, as
-engines expect. A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
+What a rank holds is converted to the engines' types before it is gathered, and a rank writes beside the gathering: checksums and
+the disk take their time together. Memory is bounded by one tensor on the device and `WRITERS` + 1 layers on the host per rank, in
+those types. What a CPU holds whole is converted as it is written. Fused experts are written under their per-expert names, as engines
+expect. A policy of adapters is a folder in PEFT's format, which the leader gathers and writes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from primerl_hpc.common.rundir import STABLE, RunDir
 from primerl_hpc.recipe.training_schema import LoRA
 from primerl_hpc.trainer.core import Core
 from primerl_hpc.trainer.model import Policy
+from primerl_hpc.trainer.parallel.mesh import local
 from primerl_hpc.trainer.setup import World, from_leader
-from primerl_hpc.trainer.shards import write_safetensors
+from primerl_hpc.trainer.shards import Types, write_safetensors
 from primerl_hpc.transport.weights_filesystem import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
@@ -74,35 +76,59 @@ def publish_policy(run: RunDir, core: Core, version: int) -> None:
 @torch.no_grad()
 def export_weights(run: RunDir, core: Core, version: int) -> None:
     """Write ``weights/step_<version>``. Collective; when it returns, rank 0 has marked the version stable."""
-    policy, world, dtype = core.policy, core.world, DTYPES[core.recipe.model.dtype]
+    policy, world = core.policy, core.world
+    types = export_types(policy, DTYPES[core.recipe.model.dtype])
     writer = WeightWriter(run, version)
     if world.is_leader:
         writer.begin()
     dist.barrier()
     written: list[Future[Shard]] = []
     with ThreadPoolExecutor(WRITERS, "weights") as pool:
-        for number, num_shards, gathered in gather_shards(policy, world, dtype):
+        for number, num_shards, gathered in gather_shards(policy, world, types):
             if len(written) >= WRITERS:
                 written[-WRITERS].result()
             path = writer.shard_path(number, of=num_shards)
-            written.append(pool.submit(_write_shard, path, gathered, policy.hf, dtype))
+            written.append(pool.submit(_write_shard, path, gathered, policy.hf, types))
     commit_shards(writer, [each.result() for each in written], core)
 
 
 def gather_shards(
-    policy: Policy, world: World, dtype: torch.dtype, *, for_leader: bool = False
+    policy: Policy, world: World, types: Types, *, for_leader: bool = False
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
     """(number from 1, number of all, tensors on the host) of the shards that this rank keeps. Collective, to its end.
 
-    ``for_leader``: rank 0 keeps all.
+    ``types``: `export_types`. ``for_leader``: rank 0 keeps all, and gets them one after another on its device.
     """
     groups = _by_layer(policy)
+    place = world.device if for_leader else torch.device("cpu")
     for number, group in enumerate(groups, start=1):
         keeper = 0 if for_leader else (number - 1) % world.size
         is_mine = keeper == world.rank
-        gathered = {name: _gather(value, world, dtype, is_kept=is_mine) for name, value in group}
+        gathered: dict[str, Tensor] = {}
+        for name, value in group:
+            on_device = value.to(world.device)  # shards may live on the host
+            whole = _gather(on_device, types[name], may_wait=not for_leader)
+            if is_mine:  # elsewhere the memory is given back before the next one comes
+                gathered[name] = whole.to(place)
+            del whole
         if is_mine:
             yield number, len(groups), gathered
+
+
+def export_types(policy: Policy, dtype: torch.dtype) -> Types:
+    """The type of each of `Policy.tensors` for engines: ``dtype``, but for what transformers does not convert either.
+
+    Buffers stay as they are (a router's correction of scores), and so does what a family keeps in float32.
+    """
+    hf = policy.hf
+    kept = set(hf._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(hf._keep_in_fp32_modules or ())
+    buffers = dict(hf.named_buffers())
+    return {
+        name: value.dtype if name in buffers or any(part in name for part in kept) else dtype
+        for name, value in policy.tensors()
+    }
 
 
 def commit_shards(writer: WeightWriter, shards: list[Shard], core: Core) -> None:
@@ -125,40 +151,44 @@ def commit_shards(writer: WeightWriter, shards: list[Shard], core: Core) -> None
         writer.commit(all_entries)
 
 
-def _gather(value: Tensor, world: World, dtype: torch.dtype, *, is_kept: bool) -> Tensor:
-    """The whole tensor on the host of the rank that keeps it. Collective.
+def _gather(value: Tensor, dtype: torch.dtype, *, may_wait: bool) -> Tensor:
+    """The whole tensor as ``dtype``; what a CPU holds whole ``may_wait`` as it is until it is written. Collective."""
+    if may_wait and _is_alone(value) and value.device.type == "cpu":
+        return local(value).detach()
+    return _whole(value.to(dtype)).detach()
 
-    From a GPU it comes as ``dtype``; on CPU it is converted while it is written.
-    """
-    value = value.to(world.device)  # shards may live on the host
-    whole = _whole(value).detach()
-    if not is_kept:
-        return whole.new_empty(0)  # and the memory is given back before the next one comes
-    if whole.device.type == "cpu":
-        return whole
-    return whole.to(dtype if whole.is_floating_point() else whole.dtype).cpu()
+
+def _is_alone(value: Tensor) -> bool:
+    return not isinstance(value, DTensor) or value.device_mesh.size() == 1
 
 
 def _whole(value: Tensor) -> Tensor:
     """Collective. What lies on one rank alone is given as it is, not as the copy that gathering makes."""
-    if not isinstance(value, DTensor):
-        return value
-    return value.to_local() if value.device_mesh.size() == 1 else value.full_tensor()
+    return local(value) if _is_alone(value) else value.full_tensor()
 
 
 @torch.no_grad()
-def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module, dtype: torch.dtype) -> Shard:
-    tensors = revert_weight_conversion(hf, whole)
-    crc32 = write_safetensors(path, tensors, METADATA, dtype=dtype, with_crc32=True)
-    return Shard(WeightWriter.entry(path, crc32), list(tensors), data_bytes(tensors, dtype))
+def _write_shard(path: Path, whole: dict[str, Tensor], hf: nn.Module, types: Types) -> Shard:
+    tensors, types = engine_tensors(whole, hf, types)
+    crc32 = write_safetensors(path, tensors, METADATA, types=types, with_crc32=True)
+    return Shard(WeightWriter.entry(path, crc32), list(tensors), data_bytes(tensors, types))
 
 
-def data_bytes(tensors: dict[str, Tensor], dtype: torch.dtype) -> int:
+def engine_tensors(whole: dict[str, Tensor], hf: nn.Module, types: Types) -> tuple[dict[str, Tensor], Types]:
+    """Tensors under the names that engines know, and the type of each by that name."""
+    tensors: dict[str, Tensor] = {}
+    named: dict[str, torch.dtype] = {}
+    for dtype in dict.fromkeys(types[name] for name in whole):
+        of_type = {name: value for name, value in whole.items() if types[name] == dtype}
+        found = revert_weight_conversion(hf, of_type)
+        tensors |= found
+        named |= dict.fromkeys(found, dtype)
+    return tensors, named
+
+
+def data_bytes(tensors: dict[str, Tensor], types: Types) -> int:
     """Of a shard without its header."""
-    return sum(
-        value.numel() * (dtype if value.is_floating_point() else value.dtype).itemsize
-        for value in tensors.values()
-    )
+    return sum(value.numel() * types[name].itemsize for name, value in tensors.items())
 
 
 def _by_layer(policy: Policy) -> list[list[tuple[str, Tensor]]]:

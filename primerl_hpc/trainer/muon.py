@@ -51,9 +51,8 @@ class Muon(torch.optim.Optimizer):
             for parameter, update in orthogonalise(trained, updates, self.dtype):
                 rate = 0.2 * group["lr"] * math.sqrt(max(parameter.shape[-2:]))
                 weights = local(parameter)
-                weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                    update.to(weights.dtype), alpha=-rate
-                )
+                weights.mul_(1 - group["lr"] * group["weight_decay"])
+                weights.add_(update.to(weights), alpha=-rate)  # gathered, it lies where the mesh does
 
     def _advance_momentum(self, parameter: nn.Parameter, group: dict) -> Tensor:
         """What this rank holds of the update before orthogonalisation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -93,14 +94,21 @@ def portions_of(parameters: list[nn.Parameter], num_bytes: int) -> list[list[nn.
     portions: list[list[nn.Parameter]] = [[]]
     filled = 0
     for parameter in parameters:
-        num_ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        size = 8 * parameter.numel() // num_ranks  # not the local count: all ranks must cut alike
+        size = 8 * parameter.numel() // num_parts(parameter)  # not the local count: all ranks must cut alike
         if portions[-1] and filled + size > num_bytes:
             portions.append([])
             filled = 0
         portions[-1].append(parameter)
         filled += size
     return portions
+
+
+def num_parts(parameter: nn.Parameter) -> int:
+    """Into how many it is cut; copies are none."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
 
 
 def move_state(part: torch.optim.Optimizer, *, to_host: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from primerl_hpc.trainer.batch import predicted_tokens
 from primerl_hpc.trainer.model import Policy
 from primerl_hpc.transport.rollouts import MicroBatch
 
@@ -50,7 +51,7 @@ def peak_flops_of(name: str) -> float | None:
 
 class FlopCounter:
     """FLOP of forward and backward: 6 per active matmul weight and token, 4 where it is frozen, and attention within
-    each sample.
+    each sample. The head works for those tokens alone that are predicted.
 
     Attention of one layer: QKᵀ and PV are 2·heads·(d_qk + d_v) forward for each query and key it sees, thrice with backward.
     Causal these are len²/2, and within a window of w tokens w·len − w²/2: 6·heads·head_dim·len² where d_qk = d_v and no window.
@@ -61,21 +62,22 @@ class FlopCounter:
         config = policy.hf.config.get_text_config()
         self.attention = 6 * config.num_attention_heads * sum(head_dims(config))  # of a layer, query and key
         self.windows = windows_of(config)
-        self.dense = matmul_flops(policy)
+        self.blocks, self.head = matmul_flops(policy)
         self.naive_attention = 12 * config.num_hidden_layers * config.hidden_size
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
+        predicted = sum(len(predicted_tokens(row)) for row in rows)
         # a rank may have no row
         lengths = np.array([length for row in rows for length in row.sample_lengths], float)
         pairs = sum(count * seen_keys(lengths, window) for window, count in self.windows.items())
-        return self.dense * tokens + self.attention * pairs
+        return self.blocks * tokens + self.head * predicted + self.attention * pairs
 
     def prime_rl(self, num_tokens: int, seq_len: int) -> float:
-        """The same as prime-rl counts it, to compare figures: each token attends to ``seq_len`` others, those after it too,
-        with hidden_size / heads for head_dim (of Qwen3-0.6B half of the true one): 12·layers·hidden_size·seq_len.
+        """The same as prime-rl counts it, to compare figures: each token is predicted and attends to ``seq_len`` others, those
+        after it too, with hidden_size / heads for head_dim (of Qwen3-0.6B half of the true one): 12·layers·hidden_size·seq_len.
         """
-        return (self.dense + self.naive_attention * seq_len) * num_tokens
+        return (self.blocks + self.head + self.naive_attention * seq_len) * num_tokens
 
 
 def head_dims(config: PreTrainedConfig) -> tuple[int, int]:
@@ -99,8 +101,8 @@ def seen_keys(lengths: NDArray[np.float64], window: int | None) -> float:
     return float((widths * lengths - widths**2 / 2).sum())
 
 
-def matmul_flops(policy: Policy) -> float:
-    """Per token: 2 forward, 2 for the input's gradient, 2 for the weight's own."""
+def matmul_flops(policy: Policy) -> tuple[float, float]:
+    """Of the blocks per token and of the head per predicted one: 2 forward, 2 for the input's gradient, 2 for the weight's own."""
     config = policy.hf.config.get_text_config()
     experts = next(
         (
@@ -112,13 +114,13 @@ def matmul_flops(policy: Policy) -> float:
     )
     share = config.num_experts_per_tok / experts if experts else 1.0
     head = policy.hf.get_output_embeddings().weight
-    total = float(head.numel()) * (6 if head.requires_grad else 4)
+    total = 0.0
     for name, parameter in policy.hf.named_parameters():
         if parameter.ndim < 2 or "embed_tokens" in name or ".visual." in name or parameter is head:
             continue
         active = share if ".experts." in name else 1.0
         total += parameter.numel() * active * (6 if parameter.requires_grad else 4)
-    return total
+    return total, float(head.numel()) * (6 if head.requires_grad else 4)
 
 
 def synchronize(device: torch.device) -> None:

@@ -51,7 +51,9 @@ class Saver:
     def __init__(self, run: RunDir, core: Core, sides: tuple[str, ...]) -> None:
         self.run, self.core, self.sides = run, core, sides
         self.config = core.recipe.checkpoint
-        self._group = dist.new_group(backend="gloo") if self.config.asynchronous else None
+        self._group = None
+        if self.config.asynchronous:
+            self._group = dist.new_group(backend="gloo", timeout=core.world.timeout)
         self._copies: dict[str, Tensor] = {}  # host memory, used again by every save
         self._thread: threading.Thread | None = None
         self._fault: RoleError | None = None
@@ -81,7 +83,7 @@ class Saver:
             self.finish()
         self._is_second_try, self._fault = self.has_failed, None
         state = checkpoint_state(self.core, step, progress)
-        tensors = checkpoint_tensors(self.core)
+        tensors = checkpoint_tensors(self.core, weights_only=self.config.weights_only)
         if self._group is None or not in_background:
             self._write(step, state, tensors)
             return

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import math
 
-from primerl_hpc.recipe.training_schema import Constant, Cosine, Linear, Scheduler
+from primerl_hpc.recipe.training_schema import Constant, Linear, Scheduler
 
 
 def lr_factor(schedule: Scheduler, step: int, max_steps: int) -> float:
     """Share of the peak learning rate at ``step`` of 1..max_steps.
 
-    linear: warm-up, stable, then over the last ``decay_steps`` down to ``min_lr_ratio`` at ``max_steps``.
-    cosine: from the end of warm-up down to ``min_lr_ratio`` at ``max_steps``.
+    After warm-up it is floor + (1 − floor) · left for linear, floor + (1 − floor) · (1 − cos(π · left)) / 2 for cosine, with
+    floor = ``min_lr_ratio`` and left = (max_steps + 1 − step) / decay steps, at most 1. These are ``decay_steps`` for linear,
+    all after warm-up for cosine. A step after the last one would have the floor: none that is trained has a rate of 0.
     """
     warmup = min(1.0, step / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     if isinstance(schedule, Constant):
         return warmup
-    floor = schedule.min_lr_ratio
-    if isinstance(schedule, Linear):
-        left = (max_steps - step) / schedule.decay_steps if schedule.decay_steps else 1.0
-        return warmup * (floor + (1 - floor) * min(1.0, max(0.0, left)))
-    assert isinstance(schedule, Cosine)
-    if step <= schedule.warmup_steps:
-        return warmup
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, max_steps - schedule.warmup_steps))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    is_linear = isinstance(schedule, Linear)
+    decay_steps = schedule.decay_steps if is_linear else max_steps - schedule.warmup_steps
+    left = min(1.0, max(0, max_steps + 1 - step) / decay_steps) if decay_steps > 0 else 1.0
+    shape = left if is_linear else 0.5 * (1 - math.cos(math.pi * left))
+    return warmup * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape)

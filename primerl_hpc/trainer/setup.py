@@ -38,6 +38,7 @@ def start_world(recipe: Recipe) -> World:
         device,
         local_rank=local_rank,
         local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        timeout=timeout,
     )
 
 

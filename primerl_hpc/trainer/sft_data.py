@@ -80,11 +80,10 @@ class SFTStream:
         rows: list[list[Sample]] = [[]]
         used = 0
         while True:
-            before = self.position
             sample = self._take()
             if used + len(sample.input_ids) > self.seq_len:
                 if len(rows) == self.config.batch_size:
-                    self.position = before
+                    self.position -= 1  # its own: those that were skipped before it may be forgotten by now
                     self._taken.pop()
                     return rows
                 rows.append([])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+Types = Mapping[str, torch.dtype]  # by names of tensors
 PIECE_ELEMENTS = (
     1 << 19
 )  # what is converted, summed up and handed to the system while it is in the processor's cache
@@ -34,19 +35,20 @@ def write_safetensors(
     tensors: dict[str, Tensor],
     metadata: dict[str, str],
     *,
-    dtype: torch.dtype | None = None,
+    types: Types | None = None,
     with_crc32: bool = False,
 ) -> int:
-    """Write a new file and make it durable; floating-point tensors as ``dtype`` where one is given.
+    """Write a new file and make it durable; ``types``: those of tensors that are written in another than their own.
 
     Returns its CRC-32, or 0 without ``with_crc32``.
     """
-    text, _ = _header(tensors, metadata, dtype)
+    types = types or {}
+    text, _ = _header(tensors, metadata, types)
     crc32 = isal_zlib.crc32(text) if with_crc32 else 0
     with path.open("wb") as file:
         file.write(text)
-        for value in tensors.values():
-            for data in _pieces(value, _dtype_of(value, dtype)):
+        for name, value in tensors.items():
+            for data in _pieces(value, types.get(name, value.dtype)):
                 file.write(data)
                 if with_crc32:
                     crc32 = isal_zlib.crc32(data, crc32)
@@ -56,28 +58,26 @@ def write_safetensors(
 
 
 def safetensors_image(
-    tensors: dict[str, Tensor], metadata: dict[str, str], *, dtype: torch.dtype
+    tensors: dict[str, Tensor], metadata: dict[str, str], *, types: Types
 ) -> NDArray[np.uint8]:
     """The bytes of the file that `write_safetensors` would write."""
-    text, data_bytes = _header(tensors, metadata, dtype)
+    text, data_bytes = _header(tensors, metadata, types)
     image = np.empty(len(text) + data_bytes, np.uint8)
     image[: len(text)] = np.frombuffer(text, np.uint8)
     position = len(text)
-    for value in tensors.values():
-        for data in _pieces(value, _dtype_of(value, dtype)):
+    for name, value in tensors.items():
+        for data in _pieces(value, types.get(name, value.dtype)):
             image[position : position + len(data)] = data
             position += len(data)
     return image
 
 
-def _header(
-    tensors: dict[str, Tensor], metadata: dict[str, str], dtype: torch.dtype | None
-) -> tuple[bytes, int]:
+def _header(tensors: dict[str, Tensor], metadata: dict[str, str], types: Types) -> tuple[bytes, int]:
     """The file up to its data, and how many bytes of data follow."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, value in tensors.items():
-        to = _dtype_of(value, dtype)
+        to = types.get(name, value.dtype)
         size = value.numel() * to.itemsize
         header[name] = {
             "dtype": DTYPE_NAMES[to],
@@ -88,10 +88,6 @@ def _header(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, position
-
-
-def _dtype_of(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
 
 def _pieces(value: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:

@@ -87,6 +87,20 @@ def test_tests_are_counted_though_they_did_not_come_to_their_end(gpu: ModuleType
     assert [figure["value"] for figure in gpu.pytest_figures(text)] == [1, 1, 1]
 
 
+def test_tests_come_first_and_every_part_has_its_share_of_the_whole_time(gpu: ModuleType):
+    names = list(gpu.PARTS)
+    assert names[0] == "tests"
+    left_s = gpu.WITHIN_S - 2 * gpu.GRACE_S
+    assert gpu.time_for(names[0], names[1:], left_s) == gpu.PARTS["tests"].limit_s + left_s - sum(
+        part.limit_s for part in gpu.PARTS.values()
+    )
+    for number, name in enumerate(names, start=1):
+        given_s = gpu.time_for(name, names[number:], left_s)
+        assert gpu.PARTS[name].limit_s <= given_s <= left_s
+        left_s -= given_s
+    assert gpu.time_for("memory", [], 20.0) == 20.0
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_recipes_and_profile_of_the_speeds_are_read(gpu: ModuleType, tmp_path: Path, has_gpu: bool):
     speed = importlib.import_module("trainer_speed")

@@ -28,6 +28,7 @@ from primerl_hpc.cli.bench import table  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
 from primerl_hpc.plan.bench import BenchRequest, for_bench  # noqa: E402
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.trainer.batch import make_batch  # noqa: E402
 from primerl_hpc.trainer.bench import collective_seconds, summarize  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of, seen_keys, windows_of  # noqa: E402
@@ -97,8 +98,20 @@ def test_flop_are_what_torch_counts_where_attention_is_not_causal(make, config, 
         counted += mode.get_total_flops()
     counter = counter_of(model)
     angles = rotary * sum(lengths)  # a product too: half as many frequencies × positions
-    attention = counter(rows(*lengths)) - counter.dense * sum(lengths)
-    assert counter.dense * sum(lengths) + 2 * attention == counted - angles
+    made = rows(*lengths)
+    made[0].ce_weights = np.ones(sum(lengths), np.float32)
+    dense = counter.blocks * sum(lengths) + counter.head * (sum(lengths) - len(lengths))
+    attention = counter(made) - dense
+    assert dense + counter.head * len(lengths) + 2 * attention == counted - angles
+
+
+def test_the_head_counts_for_the_tokens_it_predicts_alone():
+    counter = counter_of(Qwen3ForCausalLM(Qwen3Config(**SHAPE)))
+    prompts, replies = rows(7, 20), rows(7, 20)
+    prompts[0].loss_mask[:] = False
+    num_replied = len(make_batch(replies, torch.device("cpu")).predictors)
+    assert num_replied == 4 + 10
+    assert counter(replies) - counter(prompts) == 6 * 97 * 32 * num_replied
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,8 @@ def test_of_the_experts_only_those_chosen_count():
     config = Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
     h, d, a, g, m = 32, 16, 4, 2, 24
     layer = 2 * h * a * d + 2 * h * g * d + 3 * h * m * 2 + h * 8
-    assert counter_of(Qwen3MoeForCausalLM(config)).dense == 6 * (3 * layer + 97 * h)
+    counter = counter_of(Qwen3MoeForCausalLM(config))
+    assert (counter.blocks, counter.head) == (6 * 3 * layer, 6 * 97 * h)
 
 
 def test_prime_rls_figure_comes_out_of_prime_rls_formula():
@@ -138,8 +152,8 @@ def test_prime_rls_figure_comes_out_of_prime_rls_formula():
         counter = counter_of(Qwen3ForCausalLM(Qwen3Config(**QWEN3_600M)))
     assert 26_005 * counter.prime_rl(1, 8192) / 989e12 == pytest.approx(0.1681, abs=5e-5)
     # by hand: 440,401,920 in blocks, 155,582,464 in the head; 6·28·16·128·8,192 for causal attention with the true head_dim
-    assert counter.dense == 6 * (440_401_920 + 155_582_464)
-    assert counter(rows(8192)) / 8192 == counter.dense + 6 * 28 * 16 * 128 * 8192
+    assert (counter.blocks, counter.head) == (6 * 440_401_920, 6 * 155_582_464)
+    assert counter(rows(8192)) / 8192 == counter.blocks + counter.head / 2 + 6 * 28 * 16 * 128 * 8192
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def pass_through(dispatcher: Dispatcher, chosen: Tensor, seed: int) -> list[Tens
     output = dispatcher.combine((received.hidden * scale).to(hidden.dtype), received)
     loss = (output * draw(*output.shape, dtype=torch.bfloat16)).sum()
     gradients = torch.autograd.grad(loss, (hidden, weights))
+    assert received.num_pairs == (received.index < NUM_LOCAL).sum()
     return [received.hidden, received.index, received.weights, output, *gradients]
 
 

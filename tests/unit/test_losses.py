@@ -1,11 +1,17 @@
 """Every loss against its formula in float64 NumPy, and its gradient against finite differences."""
 
+import gc
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
+
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
+from primerl_hpc.common.rundir import RunDir  # noqa: E402
+from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.recipe.training_schema import (  # noqa: E402
     CISPOLoss,
     CustomLoss,
@@ -15,6 +21,7 @@ from primerl_hpc.recipe.training_schema import (  # noqa: E402
     IPOLoss,
 )
 from primerl_hpc.trainer.batch import make_batch  # noqa: E402
+from primerl_hpc.trainer.core import build_core  # noqa: E402
 from primerl_hpc.trainer.losses import (  # noqa: E402
     LossInputs,
     TokenLoss,
@@ -26,9 +33,13 @@ from primerl_hpc.trainer.losses import (  # noqa: E402
 from primerl_hpc.trainer.losses.components import mismatch_kl  # noqa: E402
 from primerl_hpc.trainer.losses.custom import CustomLossError  # noqa: E402
 from primerl_hpc.trainer.losses.ref_kl import ref_kl  # noqa: E402
-from tests.support import random_row  # noqa: E402
+from primerl_hpc.trainer.parallel.mesh import make_world  # noqa: E402
+from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
+from tests.e2e.tiny_models import make_family  # noqa: E402
+from tests.support import random_row, small_sft  # noqa: E402
 
 SEQUENCES = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3])
+MEAN_LENGTH = 3.5  # with sequences that are elsewhere
 
 
 def case(seed: int) -> dict[str, np.ndarray]:
@@ -46,7 +57,8 @@ def case(seed: int) -> dict[str, np.ndarray]:
 def inputs(values: dict[str, np.ndarray]) -> LossInputs:
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     tensors["logprobs"].requires_grad_()
-    return LossInputs(**tensors, sequence_ids=torch.tensor(SEQUENCES), num_sequences=5)
+    ids = torch.tensor(SEQUENCES)
+    return LossInputs(**tensors, sequence_ids=ids, num_sequences=5, mean_length=MEAN_LENGTH)
 
 
 def numpy_loss(config, x: dict[str, np.ndarray], still: dict[str, np.ndarray] | None = None) -> np.ndarray:
@@ -72,7 +84,8 @@ def numpy_loss(config, x: dict[str, np.ndarray], still: dict[str, np.ndarray] | 
         sequence = np.exp([(old - mu)[which == SEQUENCES].mean() for which in SEQUENCES])
         ratio = sequence * np.exp(lp - old)
     clipped = np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
-    return -np.minimum(ratio * adv, clipped * adv) + kl
+    loss = -np.minimum(ratio * adv, clipped * adv) + kl
+    return loss * MEAN_LENGTH / np.bincount(SEQUENCES)[SEQUENCES] if config.type == "gspo" else loss
 
 
 def reinforce(x: LossInputs, scale: float) -> TokenLoss:
@@ -167,7 +180,7 @@ def test_a_custom_loss_that_cannot_be_used_is_refused_before_the_first_step(path
 
 def test_every_metric_of_a_step_is_among_those_that_the_trial_named():
     row = random_row(np.random.default_rng(0), [9, 12])
-    batch, counts = make_batch([row], torch.device("cpu")), torch.ones(3)
+    batch, counts = make_batch([row], torch.device("cpu")), torch.ones(4)
     for config in CONFIGS[:-1]:
         _, found = step_loss(batch, batch.inference_logprobs + 0.3, counts, config)
         assert set(found) == {"loss/rl", *try_loss(config)}
@@ -180,7 +193,7 @@ def test_masked_and_unmasked_tokens_have_metrics_of_their_own():
     row.advantages[:] = np.where(rng.random(10) < 0.5, -1, 1)
     batch = make_batch([row], torch.device("cpu"))
     logprobs = batch.inference_logprobs + torch.from_numpy(rng.normal(size=len(batch.targets)))
-    _, found = step_loss(batch, logprobs, torch.ones(3), IPOLoss(threshold=0.01))
+    _, found = step_loss(batch, logprobs, torch.ones(4), IPOLoss(threshold=0.01))
     masked = ((logprobs.exp() - batch.inference_logprobs.exp()).abs() > 0.01).numpy()
     kl = mismatch_kl(logprobs, batch.inference_logprobs).numpy()
     assert 0 < masked.sum() < len(masked)
@@ -210,8 +223,51 @@ def test_step_loss_adds_components_each_over_its_own_token_count():
         parts.append(step_loss(one, one.inference_logprobs - 0.1, counts, DPPOLoss())[0].item())
     assert sum(parts) == pytest.approx(whole.item(), rel=1e-5)
     ce = (-(logprobs.detach()) * batch.ce_weights).sum() / counts[1]
-    only_ce = torch.stack([torch.tensor(float("inf")), counts[1], torch.tensor(float("inf"))])
+    never = torch.tensor(float("inf"))
+    only_ce = torch.stack([never, counts[1], never, counts[3]])
     assert step_loss(batch, logprobs, only_ce, DPPOLoss())[0].item() == pytest.approx(ce.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_forwards", [1, 3])
+def test_sequences_count_alike_in_gspo_however_long_they_are(num_forwards):
+    """At π = μ and A = 1 the gradient of a sequence's log-probabilities is −1/S in all, wherever its peers are."""
+    rows = [random_row(np.random.default_rng(0), lengths) for lengths in ([40, 4], [9], [5, 21])]
+    rows[1].rl_weights[:] = 1
+    for row in rows:
+        row.advantages[:] = 1
+    counts = torch.tensor(component_counts(rows), dtype=torch.float32)
+    assert counts[3] == 5
+    found = []
+    for group in [rows] if num_forwards == 1 else [[row] for row in rows]:
+        batch = make_batch(group, torch.device("cpu"))
+        logprobs = batch.inference_logprobs.clone().requires_grad_()
+        step_loss(batch, logprobs, counts, GSPOLoss())[0].backward()
+        found += torch.zeros(batch.num_sequences).index_add(0, batch.sequence_ids, logprobs.grad).tolist()
+    assert found == pytest.approx([-1 / 5] * 5)
+
+
+def moody(x: LossInputs) -> TokenLoss:
+    return TokenLoss(-x.logprobs, {"length": x.sequence_lengths} if len(x.logprobs) > 4 else {})
+
+
+def test_a_custom_loss_with_a_metric_for_some_inputs_only_ends_by_its_name(tmp_path):
+    block = CustomLoss(import_path="tests.unit.test_losses:moody")
+    recipe = small_sft(make_family("llama", tmp_path / "model")).model_copy(update={"loss": block})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watchdog = Watchdog(RunDir(tmp_path), "sft-0", rank=0, size=1, timeout_s=600)
+    try:
+        world = make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
+        core = build_core(recipe, recipe.model.name, world, watchdog)
+        row = random_row(np.random.default_rng(0), [20])
+        with pytest.raises(
+            CustomLossError, match="its metric length, but not for the tokens it was tried on"
+        ):
+            core.train_step(1, [row], [])
+    finally:
+        watchdog.rest()
+        dist.destroy_process_group()
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_a_forward_without_trained_tokens_still_has_a_graph():
@@ -219,7 +275,7 @@ def test_a_forward_without_trained_tokens_still_has_a_graph():
     row.loss_mask[:], row.rl_weights[:] = False, 0
     batch = make_batch([row], torch.device("cpu"))
     logprobs = torch.zeros(len(batch.targets), requires_grad=True)
-    loss, _ = step_loss(batch, logprobs, torch.zeros(3), DPPOLoss())
+    loss, _ = step_loss(batch, logprobs, torch.zeros(4), DPPOLoss())
     loss.backward()
     assert loss.item() == 0
 

@@ -14,6 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from primerl_hpc.recipe.schema import Recipe  # noqa: E402
 from primerl_hpc.recipe.training_schema import Trainer  # noqa: E402
@@ -26,6 +27,7 @@ from primerl_hpc.trainer.optim import (  # noqa: E402
     make_state,
     matrix_parameters,
     num_updates,
+    portions_of,
     state_kinds,
     state_tensors,
 )
@@ -271,6 +273,22 @@ def test_optimizer_state_goes_through_its_names_and_back(kind):
     step(other_hf, other, 2)
     for name, value in hf.named_parameters():
         assert torch.equal(value, other_hf.get_parameter(name)), name
+
+
+def test_portions_are_of_what_a_rank_holds_and_copies_are_held_whole():
+    """Of two copies, each cut over two ranks, a rank holds halves."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        parameters = [
+            nn.Parameter(distribute_tensor(torch.zeros(64, 8), mesh, [Replicate(), Shard(0)]))
+            for _ in range(6)
+        ]
+        half_bytes = 8 * 64 * 8 // 2
+        portions = portions_of(parameters, 2 * half_bytes)
+        assert [len(portion) for portion in portions] == [2, 2, 2]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_state_made_for_a_checkpoint_goes_to_the_host_part_by_part(monkeypatch):

@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+from transformers import LlamaConfig, Qwen3MoeConfig  # noqa: E402
+from transformers.integrations.moe import grouped_mm_experts_forward  # noqa: E402
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.trainer.parallel import ring  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing, Share, choose_style, pad  # noqa: E402
-from primerl_hpc.trainer.parallel.expert import shard_dim  # noqa: E402
+from primerl_hpc.trainer.parallel.dispatch import Received, sum_rows  # noqa: E402
+from primerl_hpc.trainer.parallel.expert import run_pairs, shard_dim  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import choose_expert_degree  # noqa: E402
 
 
@@ -126,6 +130,55 @@ def test_attention_in_blocks_makes_nothing_of_all_queries_by_all_keys(monkeypatc
     with LargestTensor() as largest:
         ring.ring_attention(query, key, value, packing, 0.3, 100)[0].sum().backward()
     assert largest.numel == 2 * 256 * 16
+
+
+@pytest.mark.parametrize("num_here", [0, 1, 3])
+def test_experts_compute_for_their_own_pairs_alone_and_give_the_same(num_here):
+    """Of each token ``num_here`` of its 4 experts are on this rank."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=16, moe_intermediate_size=24, num_experts=8)
+    experts = Qwen3MoeExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    chosen = torch.rand(50, 8).argsort(1)[:, :4]
+    chosen[:, num_here:] = 8
+    states = [torch.randn(50, 16), torch.rand(50, 4).masked_fill(chosen == 8, 0.0)]
+    found, expected = ([each.clone().requires_grad_() for each in states] for _ in range(2))
+    with LargestTensor() as largest:
+        out = run_pairs(experts, Received(found[0], chosen, found[1], 50 * num_here, None))
+        out.square().sum().backward()
+    gradients = [each.grad.clone() for each in experts.parameters()]
+    experts.zero_grad()
+    wanted = grouped_mm_experts_forward(experts, expected[0], chosen, expected[1])
+    wanted.square().sum().backward()
+    torch.testing.assert_close(out, wanted)
+    for one, other in zip([*found, *gradients], [*expected, *experts.parameters()], strict=True):
+        torch.testing.assert_close(one.grad if one.requires_grad else one, other.grad, rtol=1e-4, atol=1e-5)
+    of_weights = experts.gate_up_proj.numel()
+    assert largest.numel == max(of_weights, 50 * num_here * 2 * 24)
+
+
+class Sums(TorchDispatchMode):
+    """What types rows are added up in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname == "index_add":
+            self.types.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_parts_of_a_tokens_result_are_summed_in_float32_and_rounded_once():
+    parts = torch.tensor([[1.0], *[[2.0**-9]] * 8, [3.0]], dtype=torch.bfloat16, requires_grad=True)
+    with Sums() as sums:  # a CPU does so anyway
+        found = sum_rows(parts, torch.tensor([0] * 9 + [1]), 2)
+    assert sums.types == {torch.float32}
+    assert found.dtype == torch.bfloat16 and found.tolist() == [[1 + 2.0**-6], [3.0]]
+    (found * torch.tensor([[5.0], [7.0]])).sum().backward()
+    assert parts.grad.flatten().tolist() == [5.0] * 9 + [7.0]
 
 
 @pytest.mark.parametrize("window", [None, 3])

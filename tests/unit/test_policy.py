@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def test_sruns_words_about_a_task_become_its_code(said: str, code: int) -> None:
         ("1-02:03:04", 93784),
         ("2:03:04", 7384),
         ("3:04", 184),
-        ("UNLIMITED", None),
+        ("UNLIMITED", math.inf),
         ("INVALID", None),
         ("", None),
     ],

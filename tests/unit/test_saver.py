@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ from primerl_hpc.recipe.layout_schema import TrainerLayout  # noqa: E402
 from primerl_hpc.trainer.checkpoint import load_checkpoint  # noqa: E402
 from primerl_hpc.trainer.control import Requests, read_requests  # noqa: E402
 from primerl_hpc.trainer.core import Core, build_core  # noqa: E402
-from primerl_hpc.trainer.parallel.mesh import make_world  # noqa: E402
+from primerl_hpc.trainer.optim import make_state, num_updates, state_tensors  # noqa: E402
+from primerl_hpc.trainer.parallel.mesh import local, make_expert_mesh, make_world  # noqa: E402
 from primerl_hpc.trainer.saver import Saver  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from tests.e2e.tiny_models import make_family  # noqa: E402
 from tests.support import small_sft  # noqa: E402
 
-RANKS = 3
+RANKS, CPU, TIMEOUT = 3, torch.device("cpu"), timedelta(seconds=1234)
 SECOND = "shard-00002.safetensors"
 
 
@@ -97,13 +99,49 @@ def fail_and_try_again(run: RunDir, core: Core) -> dict[str, object]:
     return found
 
 
+def load_to_save_weights_alone(run: RunDir, core: Core) -> dict[str, object]:
+    """A checkpoint with AdamW's moments, read by a run that leaves them out of its own."""
+
+    def moments() -> list[torch.Tensor]:
+        return [local(each) for each in state_tensors(core.optimizer, core.names).values()]
+
+    make_state(core.optimizer, ["exp_avg", "exp_avg_sq"], 7)
+    for value in moments():
+        value.fill_(0.5)
+    with Saver(run, core, ("trainer",)) as saver:
+        saver.save(20, in_background=False)
+    block = core.recipe.checkpoint.model_copy(update={"weights_only": True})
+    core.recipe = core.recipe.model_copy(update={"checkpoint": block})
+    load_checkpoint(run, core, 20, lag_s=0)
+    found = {
+        "updates": num_updates(core.optimizer),
+        "are read": all(bool((each == 0.5).all()) for each in moments()),
+    }
+    with Saver(run, core, ("trainer",)) as saver:
+        saver.save(21, in_background=False)
+    load_checkpoint(run, core, 21, lag_s=0)
+    return found | {"updates of weights alone": num_updates(core.optimizer), "states": len(moments())}
+
+
+def timeouts_s(core: Core) -> set[float]:
+    """Of all groups that ranks meet in."""
+    copies = make_world(TrainerLayout(replicate=RANKS), CPU, local_rank=0, local_size=RANKS, timeout=TIMEOUT)
+    meshes = (core.world.mesh, copies.mesh, make_expert_mesh(core.world, RANKS))
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    groups.append(Saver(RunDir(Path("none")), core, ("trainer",))._group)
+    assert len({group.group_name for group in groups}) > 3
+    return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
+
+
 def run_rank(rank: int, model: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    world = make_world(TrainerLayout(), torch.device("cpu"), local_rank=rank, local_size=RANKS)
+    world = make_world(TrainerLayout(), CPU, local_rank=rank, local_size=RANKS, timeout=TIMEOUT)
     run = RunDir(Path(folder))
     watchdog = Watchdog(run, "sft-0", rank=rank, size=RANKS, timeout_s=600)
     core = build_core(small_sft(Path(model)), model, world, watchdog)
     found = load_damaged(run, core) | fail_and_try_again(run, core)
+    found["weights alone"] = load_to_save_weights_alone(run, core)
+    found["timeouts"] = list(timeouts_s(core))
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -142,7 +180,21 @@ def test_a_failed_save_is_tried_again_once_and_leaves_nothing_in_the_way(run):
     found = found_by_ranks(run)
     assert found["failed"] and found["request"] == Requests.RETRY
     assert found["again"] == "" and found["request afterwards"] == Requests.NONE
-    assert run.complete_checkpoints() == [1, *CHANGES, 13]
+    assert run.complete_checkpoints() == [1, *CHANGES, 13, 20, 21]
     assert not run.checkpoint(14).exists() and not run.checkpoint(15).exists()
     assert found["twice"].startswith("checkpoint 15 was not written: ")
     assert found["metrics"] == {"checkpoint/failed": 3}
+
+
+def test_moments_that_a_checkpoint_has_are_read_though_the_run_saves_weights_alone(run):
+    """Zero moments beside a large count of updates would be trusted: the first steps would stand still."""
+    assert found_by_ranks(run)["weights alone"] == {
+        "updates": 7,
+        "are read": True,
+        "updates of weights alone": 0,
+        "states": 0,
+    }
+
+
+def test_ranks_wait_for_each_other_in_every_group_as_long_as_in_the_whole(run):
+    assert found_by_ranks(run)["timeouts"] == [TIMEOUT.total_seconds()]

@@ -15,17 +15,28 @@ def test_constant_rises_over_its_warmup_and_stays():
     assert lr_factor(Constant(), 1, 10) == 1
 
 
-def test_linear_warms_up_stays_and_falls_to_its_floor_at_the_last_step():
+def test_linear_warms_up_stays_and_would_be_at_its_floor_after_the_last_step():
     schedule = Linear(warmup_steps=2, decay_steps=4, min_lr_ratio=0.1)
-    rates = [lr_factor(schedule, step, 10) for step in range(1, 11)]
-    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
+    rates = [lr_factor(schedule, step, 10) for step in range(1, 12)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
 
 
 def test_cosine_meets_its_peak_its_middle_and_its_floor():
     schedule = Cosine(warmup_steps=10, min_lr_ratio=0.2)
-    assert lr_factor(schedule, 10, 110) == pytest.approx(1)
-    assert lr_factor(schedule, 60, 110) == pytest.approx(0.6)
-    assert lr_factor(schedule, 110, 110) == pytest.approx(0.2)
+    assert lr_factor(schedule, 5, 110) == pytest.approx(0.5)
+    assert lr_factor(schedule, 10, 110) == lr_factor(schedule, 11, 110) == pytest.approx(1)
+    assert lr_factor(schedule, 61, 110) == pytest.approx(0.6)
+    assert lr_factor(schedule, 111, 110) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 9, 10, 11, 20, 1000])
+@pytest.mark.parametrize(
+    "schedule", [Linear(), Linear(decay_steps=1), Linear(decay_steps=0), Cosine(), Cosine(warmup_steps=0)]
+)
+def test_every_step_trains_at_a_rate_above_zero_and_at_most_the_peak(schedule, max_steps):
+    """A floor of 0 is that of the step after the last one: the last batch is not made for nothing."""
+    rates = [lr_factor(schedule, step, max_steps) for step in range(1, max_steps + 1)]
+    assert 0 < min(rates) <= max(rates) <= 1
 
 
 def test_checkpoints_are_due_at_intervals_and_at_the_end():

@@ -17,7 +17,7 @@ from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.sft_rows import Row, row_messages, row_tools
 from primerl_hpc.recipe.sft_schema import SFT, LossMask, SFTData
 from primerl_hpc.recipe.sft_tables import Chain, open_rows
-from primerl_hpc.trainer import sft_tokens
+from primerl_hpc.trainer import sft_data, sft_tokens
 from primerl_hpc.trainer.sft_data import SFTStream, pack_first_fit
 from primerl_hpc.trainer.sft_mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft_tokens import Peers, Sample, Tokenizer
@@ -137,6 +137,23 @@ def test_a_stream_from_a_saved_position_goes_on_exactly(renderer, unit):
         assert [row.input_ids.tolist() for row in one] == [row.input_ids.tolist() for row in other]
         assert unit == "samples" or len(one) == 3
         assert all(row.num_tokens <= 48 for row in one)
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 100])
+def test_rows_are_filled_though_few_samples_are_kept_and_some_are_skipped(renderer, monkeypatch, kept_tokens):
+    """A row's last sample may come after skipped ones, and after a window that made the skipped ones forgotten."""
+    untrained = rows_of(*({"messages": [{"role": "user", "content": "u"}]} for _ in range(6)))
+    config = SFT(data=SFTData(path="x"), batch_size=2)
+
+    def batches(count: int) -> list[list[int]]:
+        tokenizer = Tokenizer([*demonstrations(10), *untrained], renderer, LossMask(), 24)
+        stream = SFTStream(tokenizer, config, seq_len=24, seed=3)
+        return [row.input_ids.tolist() for _ in range(count) for row in stream.next_batch().rows]
+
+    expected = batches(40)
+    monkeypatch.setattr(sft_tokens, "KEPT_TOKENS", kept_tokens)
+    monkeypatch.setattr(sft_data, "WINDOW_SAMPLES", 3)
+    assert batches(40) == expected
 
 
 def test_an_epoch_gives_every_row_once_and_the_next_one_in_another_order(renderer):

@@ -4,9 +4,9 @@
     tools/bench/gpu.py --json gpu.json               # on one H100 or H200: all of it, in less than ten minutes
     tools/bench/gpu.py --only speed-rl-16384 tests   # parts of it
 
-Each part is a process of its own with a time limit of its own, and what it started ends with it. One that fails or takes too long is named
-with the figures it had by then, and the next one begins; a part for which the whole has no time left is not begun, the tests last
-of all: ask for them alone then. FILE is written anew after each part. Ends with 0 where every part is done and every figure asked for
+Each part is a process of its own with a share of the time, and of what those before it left over, and what it started ends with it. The
+tests come first. One that fails or takes too long is named with the figures it had by then, and the next one begins; a part for
+which the whole has no time left is not begun: ask for it alone then. FILE is written anew after each part. Ends with 0 where every part is done and every figure asked for
 met, with 69 where there is no GPU.
 """
 
@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.errors import ExitCode
 
 BENCH = ROOT / "tools/bench"
+WITHIN_S = 570.0  # all of it
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAST_S = 20.0  # no part is begun for less
 TAIL_LINES = 30  # of what a part that failed said
@@ -86,7 +87,7 @@ def pytest_figures(text: str) -> list[Figure]:
 @dataclass(frozen=True)
 class Part:
     command: tuple[str, ...]  # of this interpreter
-    limit_s: float
+    limit_s: float  # what it gets at least; all of them together fit into WITHIN_S
     read: Callable[[str], list[Figure]] = asked_figures
 
 
@@ -105,21 +106,28 @@ TESTS = "-m pytest tests/gpu -v --tb=short -p no:cacheprovider -o timeout=120"
 BENCHED = ("test_trainer_speed.py", "test_trainer_memory.py")  # assert what other parts print
 
 PARTS = {
-    "speed-rl-16384": bench(SPEED, "rl-16384", limit_s=80, read=speed_figures),
-    "speed-rl-65536": bench(SPEED, "rl-65536", limit_s=120, read=speed_figures),
-    "speed-sft-8192": bench(SPEED, "sft-8192", limit_s=80, read=speed_figures),
-    "chunked-head": bench("chunked_head.py --device cuda", limit_s=60),
-    "trainer-loop": bench(LOOP, limit_s=80),
-    "async-save": bench(SAVE, limit_s=120),
-    "weight-write": bench("weight_write.py --turns 3", limit_s=80),
-    "memory": bench(
-        "trainer_memory.py --settings", *dict.fromkeys((*SAVES.values(), *SAVES)), limit_s=120, read=memory_figures
-    ),
     "tests": Part(
-        (*TESTS.split(), *(f"--ignore=tests/gpu/{name}" for name in BENCHED)), limit_s=300, read=pytest_figures
+        (*TESTS.split(), *(f"--ignore=tests/gpu/{name}" for name in BENCHED)), limit_s=150, read=pytest_figures
+    ),
+    "speed-rl-16384": bench(SPEED, "rl-16384", limit_s=50, read=speed_figures),
+    "speed-rl-65536": bench(SPEED, "rl-65536", limit_s=70, read=speed_figures),
+    "speed-sft-8192": bench(SPEED, "sft-8192", limit_s=50, read=speed_figures),
+    "chunked-head": bench("chunked_head.py --device cuda", limit_s=30),
+    "chunked-head-bfloat16": bench("chunked_head.py --device cuda --dtype bfloat16", limit_s=30),
+    "trainer-loop": bench(LOOP, limit_s=45),
+    "async-save": bench(SAVE, limit_s=50),
+    "weight-write": bench("weight_write.py --turns 3", limit_s=35),
+    "memory": bench(
+        "trainer_memory.py --settings", *dict.fromkeys((*SAVES.values(), *SAVES)), limit_s=50, read=memory_figures
     ),
 }
 # fmt: on
+
+
+def time_for(name: str, later: Sequence[str], left_s: float) -> float:
+    """Seconds for a part: all that is left but for the shares of those that come after it."""
+    spare_s = left_s - sum(PARTS[each].limit_s for each in later)
+    return min(left_s, max(PARTS[name].limit_s, spare_s))
 
 
 def run_part(part: Part, limit_s: float, devices: str) -> dict[str, Any]:
@@ -225,7 +233,11 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="NAME")
     parser.add_argument(
-        "--within", type=float, default=570, metavar="SECONDS", help="of the whole; default: 570"
+        "--within",
+        type=float,
+        default=WITHIN_S,
+        metavar="SECONDS",
+        help=f"of the whole; default: {WITHIN_S:.0f}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -235,12 +247,13 @@ def main() -> int:
         return ExitCode.UNAVAILABLE
     devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(device["devices"])))
     results: dict[str, dict[str, Any]] = {}
-    for name in [name for name in PARTS if name in options.only]:
+    names = [name for name in PARTS if name in options.only]
+    for number, name in enumerate(names, start=1):
         left_s = ends - time.monotonic() - 2 * GRACE_S
         if left_s < LEAST_S:
             results[name] = {"outcome": "not begun: no time is left", "seconds": 0.0, "figures": []}
         else:
-            results[name] = run_part(PARTS[name], min(PARTS[name].limit_s, left_s), devices)
+            results[name] = run_part(PARTS[name], time_for(name, names[number:], left_s), devices)
         result = results[name]
         print(f"{name}: {result['outcome']}, {result['seconds']} s", file=sys.stderr, flush=True)
         print("".join(f"    {line}\n" for line in result.get("tail", ())), end="", file=sys.stderr)

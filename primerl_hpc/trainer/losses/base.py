@@ -18,6 +18,9 @@ class LossInputs:
     ref_logprobs: Tensor
     sequence_ids: Tensor  # [T] int64, which sample a token is of
     num_sequences: int
+    mean_length: (
+        Tensor | float
+    )  # tokens of a sequence in RL, on average over all ranks and micro-batches of the step
 
     @property
     def log_ratio(self) -> Tensor:
@@ -25,10 +28,16 @@ class LossInputs:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Per token, the mean of ``values`` over the tokens of its own sequence."""
+        return self._sequence_sum(values) / self.sequence_lengths
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """Per token, how many tokens its own sequence has."""
+        return self._sequence_sum(torch.ones_like(self.inference_logprobs))
+
+    def _sequence_sum(self, values: Tensor) -> Tensor:
         zeros = torch.zeros(self.num_sequences, device=values.device, dtype=values.dtype)
-        sums = zeros.index_add(0, self.sequence_ids, values)
-        lengths = zeros.index_add(0, self.sequence_ids, torch.ones_like(values))
-        return (sums / lengths.clamp(min=1))[self.sequence_ids]
+        return zeros.index_add(0, self.sequence_ids, values)[self.sequence_ids]
 
 
 @dataclass

@@ -23,11 +23,14 @@ COMPONENTS = ("rl", "ce", "ref_kl")
 
 
 def component_counts(rows: list[MicroBatch]) -> list[int]:
-    """Trained tokens of rl, ce and ref_kl in ``rows``."""
-    return [
-        sum(int(np.count_nonzero(row.weights(name)[row.position_ids != 0])) for row in rows)
-        for name in COMPONENTS
-    ]
+    """Trained tokens of rl, ce and ref_kl in ``rows``, and samples with any of rl."""
+    counts = [0] * (len(COMPONENTS) + 1)
+    for row in rows:
+        members = [(row.weights(name) != 0) & (row.position_ids != 0) for name in COMPONENTS]
+        for number, is_member in enumerate(members):
+            counts[number] += int(is_member.sum())
+        counts[-1] += len(np.unique(row.sample_ids[members[0]]))
+    return counts
 
 
 def step_loss(
@@ -35,11 +38,12 @@ def step_loss(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | int]]]:
     """This forward's part of the step's loss (scalar), and metrics as (sum, number of tokens).
 
-    ``logprobs`` [T] float32; ``counts`` [3] global token counts in the order of `COMPONENTS`.
+    ``logprobs`` [T] float32; ``counts`` [4] `component_counts` of all ranks.
     """
+    *num_tokens, num_sequences = counts
     total = logprobs.sum() * 0.0  # keeps the graph whole when no token is trained here
     metrics: dict[str, tuple[Tensor, Tensor | int]] = {}
-    for name, count in zip(COMPONENTS, counts, strict=True):
+    for name, count in zip(COMPONENTS, num_tokens, strict=True):
         weights = getattr(batch, f"{name}_weights")
         members = weights.nonzero()[:, 0]
         if not len(members):
@@ -51,6 +55,7 @@ def step_loss(
             ref_logprobs=batch.ref_logprobs[members],
             sequence_ids=batch.sequence_ids[members],
             num_sequences=batch.num_sequences,
+            mean_length=counts[0] / num_sequences.clamp(min=1),
         )
         if name == "ce":
             result = TokenLoss(-x.logprobs)
@@ -94,6 +99,7 @@ def try_loss(config: Loss) -> tuple[str, ...]:
         ref_logprobs=torch.full((4,), -1.0),
         sequence_ids=torch.tensor([0, 0, 1, 1]),
         num_sequences=2,
+        mean_length=2.0,
     )
     result = rl_loss(x, config)
     if not result.loss.requires_grad:

@@ -5,11 +5,13 @@ def loss(x: LossInputs, **kwargs) -> Tensor | TokenLoss        # [T], a number f
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from torch import Tensor
 
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.importing import import_object
-from primerl_hpc.recipe.training_schema import CustomLoss
+from primerl_hpc.recipe.training_schema import CustomLoss, Loss
 from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
 
 
@@ -37,5 +39,16 @@ def custom(x: LossInputs, config: CustomLoss) -> TokenLoss:
     return result
 
 
-def _fault(config: CustomLoss, what: str) -> CustomLossError:
-    return CustomLossError(f"{config.import_path} {what}", place="loss.import_path")
+def check_metrics(config: Loss, found: Iterable[str], named: Collection[str]) -> None:
+    """Raises CustomLossError for a metric that a loss has for some inputs only: all ranks add up those that its trial named."""
+    if unknown := set(found) - set(named):
+        raise _fault(
+            config,
+            f"returned its metric {min(unknown).removesuffix('/mean')}, but not for the tokens it was tried on",
+            mend="return the same metrics for all inputs",
+        )
+
+
+def _fault(config: Loss, what: str, mend: str = "") -> CustomLossError:
+    name = getattr(config, "import_path", config.type)
+    return CustomLossError(f"{name} {what}", place="loss.import_path", mend=mend)

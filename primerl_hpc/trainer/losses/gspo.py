@@ -1,7 +1,8 @@
 """GSPO: PPO's clipped surrogate on the length-normalised ratio of the whole sequence (arXiv 2507.18071, eq. 13-14).
 
 s = exp(mean over the sequence's tokens of log r), and per token s_t = sg(s) · π_t / sg(π_t): every token sees its
-sequence's ratio, and the gradient flows through its own log π.
+sequence's ratio, and the gradient flows through its own log π. The step's loss is 1/S Σ_i 1/|y_i| Σ_t over its S sequences: all
+count alike, however long. Where a step's tokens are averaged (1/N Σ_t, see `components`), a token weighs (N/S) / |y_i|.
 """
 
 from __future__ import annotations
@@ -15,4 +16,5 @@ def gspo(x: LossInputs, config: GSPOLoss) -> TokenLoss:
     sequence = x.sequence_mean(log_ratio.detach())
     ratio = (sequence + x.logprobs - x.logprobs.detach()).exp()
     policy, metrics = clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
-    return TokenLoss(policy + config.kl_tau * log_ratio**2, metrics)
+    weight = x.mean_length / x.sequence_lengths
+    return TokenLoss(weight * (policy + config.kl_tau * log_ratio**2), metrics)

@@ -136,9 +136,8 @@ def flash(
 
     batch, _, length, width = query.shape
     value_width = value.shape[-1]
-    value = F.pad(
-        value, (0, width - value_width)
-    )  # kernels want one width (multi-head latent attention has two)
+    if value_width != width:  # kernels want one (multi-head latent attention has two)
+        value = F.pad(value, (0, width - value_width))
     bounds, longest = packing.bounds()
     out = _flash_attention_forward(
         *(each.transpose(1, 2).flatten(0, 1)[None] for each in (query, key, value)),

@@ -43,7 +43,7 @@ class DeepEPDispatcher:
     def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Received:
         if self.buffer is None:
             self.buffer = self._make_buffer(hidden.shape[1] * hidden.element_size())
-        hidden, local, routed, handle = _Dispatch.apply(
+        hidden, local, routed, num_pairs, handle = _Dispatch.apply(
             hidden, index, weights.float(), self.buffer, self.num_experts
         )
         is_elsewhere = local < 0
@@ -55,8 +55,8 @@ class DeepEPDispatcher:
                 torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (hidden, routed)
             )
             local = local.new_full((1, local.shape[1]), self.num_local)
-            return Received(hidden, local, routed, (handle, 0))
-        return Received(hidden, local, routed, (handle, len(hidden)))
+            return Received(hidden, local, routed, 0, (handle, 0))
+        return Received(hidden, local, routed, num_pairs, (handle, len(hidden)))
 
     def combine(self, output: Tensor, received: Received) -> Tensor:
         handle, num_rows = received.handle
@@ -74,7 +74,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, index, weights, buffer, num_experts):
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(index, num_experts)
-        hidden, index, weights, _, handle, _ = buffer.dispatch(
+        hidden, index, weights, num_of_expert, handle, _ = buffer.dispatch(
             hidden,
             topk_idx=index,
             topk_weights=weights,
@@ -85,10 +85,10 @@ class _Dispatch(torch.autograd.Function):
         )
         ctx.buffer, ctx.handle = buffer, handle
         ctx.mark_non_differentiable(index)
-        return hidden, index, weights, handle
+        return hidden, index, weights, sum(num_of_expert), handle
 
     @staticmethod
-    def backward(ctx, grad_hidden, _, grad_weights, __):
+    def backward(ctx, grad_hidden, _, grad_weights, *__):
         grad_hidden, grad_weights, _ = ctx.buffer.combine(
             grad_hidden.contiguous(), ctx.handle, topk_weights=grad_weights.float()
         )

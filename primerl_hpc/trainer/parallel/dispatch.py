@@ -1,11 +1,11 @@
 """Tokens to the ranks of their experts and back, on any backend of torch.distributed.
 
 A token goes once to each rank that holds at least one of its experts, with the experts' local numbers and their routing
-weights; experts that live elsewhere have the number E_local and weight 0, which grouped matrices skip. The results come
-back and are summed. This is DeepEP's way too, so both backends are one interface.
+weights; experts that live elsewhere have the number E_local and weight 0. The results come back and are summed. This is DeepEP's
+way too, so both backends are one interface.
 
     received = dispatcher.dispatch(hidden, top_k_index, top_k_weights)
-    output = dispatcher.combine(run_local_experts(received.hidden, received.index, received.weights), received)
+    output = dispatcher.combine(run_pairs(experts, received), received)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Received:
     hidden: Tensor  # [M, H]
     index: Tensor  # [M, k] int64 in [0, E]; E: not here
     weights: Tensor  # [M, k]; 0 where not here
+    num_pairs: int  # of a token and an expert that is here
     handle: Any  # the backend's memory of the way back
 
 
@@ -55,6 +56,12 @@ def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Proc
     return out
 
 
+def sum_rows(rows: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+    """rows [S, H] and which token each is of → each token's sum, [num_tokens, H]; summed in float32, rounded once."""
+    sums = torch.zeros(num_tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    return sums.index_add(0, token, rows.float()).to(rows.dtype)
+
+
 @dataclass
 class WayBack:
     token: Tensor  # [S] which of the N tokens each sent row was
@@ -74,13 +81,14 @@ class TorchDispatcher:
         is_sent = torch.zeros(self.num_ranks, len(hidden), dtype=torch.bool, device=hidden.device)
         is_sent.t().scatter_(1, index // self.num_local, True)
         rank, token = is_sent.nonzero(as_tuple=True)  # in order of ranks, then tokens
-        counts = is_sent.sum(1)
+        local = index[token] - (rank * self.num_local)[:, None]
+        is_there = (local >= 0) & (local < self.num_local)
+        rows = is_sent.sum(1)
+        counts = torch.stack([rows, torch.zeros_like(rows).index_add(0, rank, is_there.sum(1))], 1)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         # one wait for the device instead of two
-        send, receive = torch.stack([counts, arriving]).tolist()
-        local = index[token] - (rank * self.num_local)[:, None]
-        is_there = (local >= 0) & (local < self.num_local)
+        (send, _), (receive, num_pairs) = torch.stack([counts, arriving]).mT.tolist()
         local = local.masked_fill(~is_there, self.num_local)
         routed = weights[token].masked_fill(~is_there, 0.0)
         way = WayBack(token, len(hidden), send, receive)
@@ -93,9 +101,9 @@ class TorchDispatcher:
                 torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (hidden, routed)
             )
             local = local.new_full((1, local.shape[1]), self.num_local)
-        return Received(hidden, local, routed, way)
+        return Received(hidden, local, routed, sum(num_pairs), way)
 
     def combine(self, output: Tensor, received: Received) -> Tensor:
         way: WayBack = received.handle
         back = AllToAll.apply(output[: sum(way.receive)], way.receive, way.send, self.group)
-        return back.new_zeros(way.num_tokens, back.shape[1]).index_add(0, way.token, back)
+        return sum_rows(back, way.token, way.num_tokens)

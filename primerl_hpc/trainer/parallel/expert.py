@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.trainer.lora_experts import forward_adapted_experts, has_adapters
-from primerl_hpc.trainer.parallel.dispatch import Dispatcher, TorchDispatcher
+from primerl_hpc.trainer.parallel.dispatch import Dispatcher, Received, TorchDispatcher, sum_rows
 
 EXPERTS_NAME = "primerl_expert_parallel"
 
@@ -99,16 +99,28 @@ def shard_dim(shape: list[int], ranks: int) -> int:
 def forward_experts(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The experts interface's function. [N, H], [N, k], [N, k] → [N, H]."""
     received = module.dispatcher.dispatch(hidden, index, weights)
-    run = forward_adapted_experts if has_adapters(module) else grouped_mm_experts_forward
-    output = run(LocalExperts(module), received.hidden, received.index, received.weights)
-    return module.dispatcher.combine(output, received)
+    return module.dispatcher.combine(run_pairs(LocalExperts(module), received), received)
+
+
+def run_pairs(experts: Any, received: Received) -> Tensor:
+    """What this rank's experts make of the tokens that came, [M, H].
+
+    Of a token's k experts few are here. Pairs of a token and an expert become rows of their own, each with one expert, so that
+    nothing is made for the others.
+    """
+    order = received.index.flatten().argsort()[: max(1, received.num_pairs)]  # those of nobody here come last
+    token = order // received.index.shape[1]
+    run = forward_adapted_experts if has_adapters(experts) else grouped_mm_experts_forward
+    index, weights = (each.flatten()[order, None] for each in (received.index, received.weights))
+    rows = run(experts, received.hidden[token], index, weights)
+    return sum_rows(rows, token, len(received.hidden))
 
 
 class LocalExperts:
     """This rank's experts as the fused module that transformers' own functions expect."""
 
     _is_expert_parallel = True
-    """Asked by transformers 5.23: rows of nobody, with an expert id beyond the last one, may come."""
+    """Asked by transformers 5.23: a row of nobody, with an expert id beyond the last one, may come."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with HSDP
     context_mesh: DeviceMesh | None = None  # ("context",): the ranks that share a sequence
+    timeout: timedelta | None = None  # of a collective in any group; None: torch's own
 
     @property
     def is_leader(self) -> bool:
@@ -75,20 +77,36 @@ class World:
         return self.rank % self.context_size == 0
 
 
-def make_world(layout: TrainerLayout, device: torch.device, *, local_rank: int, local_size: int) -> World:
+def make_world(
+    layout: TrainerLayout,
+    device: torch.device,
+    *,
+    local_rank: int,
+    local_size: int,
+    timeout: timedelta | None = None,
+) -> World:
     """Meshes over the default process group. Raises ConfigError when the layout does not fit its ranks."""
     size = dist.get_world_size()
     check_degrees(layout, size)
     if layout.replicate == 1:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        mesh = make_mesh(device, (size,), ("shard",), timeout)
     else:
         shape = (layout.replicate, size // layout.replicate)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = make_mesh(device, shape, ("replicate", "shard"), timeout)
     context = None
     if (degree := context_degree(layout)) > 1:
-        pairs = init_device_mesh(device.type, (size // degree, degree), mesh_dim_names=("data", "context"))
-        context = pairs["context"]
-    return World(dist.get_rank(), size, local_rank, local_size, device, mesh, context)
+        context = make_mesh(device, (size // degree, degree), ("data", "context"), timeout)["context"]
+    return World(dist.get_rank(), size, local_rank, local_size, device, mesh, context, timeout)
+
+
+def make_mesh(
+    device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: timedelta | None
+) -> DeviceMesh:
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if timeout is not None:
+        for group in mesh.get_all_groups():  # torch gives new groups its default, not the default group's
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
 def context_degree(layout: TrainerLayout) -> int:
@@ -125,7 +143,7 @@ def make_expert_mesh(world: World, degree: int) -> DeviceMesh:
     shape = (world.replicate, world.shard_mesh.size() // degree, degree)
     names = ("replicate", "expert_shard", "expert")
     start = 0 if world.replicate > 1 else 1
-    return init_device_mesh(world.device.type, shape[start:], mesh_dim_names=names[start:])
+    return make_mesh(world.device, shape[start:], names[start:], world.timeout)
 
 
 @contextmanager
