@@ -3,6 +3,7 @@
     POST /pause           {"clear_cache": false}          → {"paused": true}      in-flight requests freeze, new ones queue
     POST /update_weights  {"path": "…", "version": 3}     → {"version": 3}       or a chain, see `transport.weights`
     POST /resume                                          → {"paused": false}
+    POST /reload_weights                                  → {"version": 0}       back to the weights that version 0 is
     GET  /primerl/state                                   → {"process", "attempt", "incarnation", "version", "paused"}
 
 Every answer, theirs too, has the policy version that was live when it began in its header ``x-primerl-policy-version``.
@@ -46,6 +47,8 @@ class EngineState:
     version: int
     """Policy version that the model's weights are of; -1: an adapter is to come, and none is loaded yet."""
     api_key: str
+    base_path: str = ""
+    """Folder or hub id of the model that version 0 is."""
     adapter: str | None = None
     """Name under which adapters are served, where policy versions are these alone."""
     adapter_tensors: dict[str, TensorInfo] | None = None
@@ -86,6 +89,7 @@ class EngineRoutes:
             ("POST", "/pause"): self.pause,
             ("POST", "/resume"): self.resume,
             ("POST", "/update_weights"): self.update_weights,
+            ("POST", "/reload_weights"): self.reload_weights,
             ("GET", "/primerl/state"): self.show_state,
         }
 
@@ -144,7 +148,15 @@ class EngineRoutes:
 
         400: bad request; 422: bad folder, the old weights keep serving.
         """
-        body = await _json(request)
+        return await self._update(request, await _json(request))
+
+    async def reload_weights(self, request: Request) -> JSONResponse:
+        """Version 0 again. 409: versions are adapters here, and the base model is served beside them under its own name."""
+        if self.state.adapter is not None:
+            return _error(409, f"'{self.state.adapter}' is an adapter: ask for the model itself by its name")
+        return await self._update(request, {"path": self.state.base_path, "version": 0})
+
+    async def _update(self, request: Request, body: dict[str, Any]) -> JSONResponse:
         try:
             source, version = from_body(body)
         except ValueError as error:

@@ -125,6 +125,7 @@ def _serve(
         env.incarnation(),
         weights.version if weights.adapter is None else -1,
         api_key=ensure_api_key(run),
+        base_path=phase.model_path,
         adapter=None if recipe.lora is None else recipe.policy_name,
         returns_experts=recipe.replays_routers,
         prefill_run=run if _decodes(phase, process) else None,

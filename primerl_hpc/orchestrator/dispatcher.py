@@ -130,9 +130,8 @@ class Dispatcher:
         self._groups: dict[int, Group] = {}  # open, in the order they were begun
         self._startable: dict[Split, deque[int]] = {Split.TRAIN: deque(), Split.EVAL: deque()}
         self._group_of: dict[int, int] = {}  # rollout in flight → group
-        self._finished_before: dict[
-            int, int
-        ] = {}  # rollout in flight → how many had finished when it started
+        # rollout in flight → how many had finished when it started
+        self._finished_before: dict[int, int] = {}
         self._env_in_flight: dict[tuple[Split, int], int] = {}
         self._held_task: TaskRef | None = None  # drawn, waits for room in its environment
         self._num_pending = 0  # training rollouts of open groups that were not given up

@@ -113,7 +113,7 @@ def test_nothing_but_health_and_metrics_answers_without_the_key(serving: Serving
         for url in (engine, router):
             assert client.get(f"{url}/v1/models").status_code == 401
             assert client.post(f"{url}/inference/v1/generate", json=generate).status_code == 401
-            for route in ("/pause", "/resume", "/update_weights"):
+            for route in ("/pause", "/resume", "/update_weights", "/reload_weights"):
                 assert client.post(f"{url}{route}", json={}).status_code == 401
         for route in ("/primerl/state", "/version", "/load", "/docs", "/openapi.json"):
             assert client.get(f"{engine}{route}").status_code == 401, route
@@ -140,7 +140,7 @@ def test_the_key_is_in_no_command_line_and_no_log(serving: Serving) -> None:
             continue
 
 
-def test_an_update_serves_the_new_weights_and_another_brings_the_base_model_back(
+def test_an_update_serves_the_new_weights_and_a_reload_brings_the_base_model_back(
     serving: Serving, variant: Path, base: None
 ) -> None:
     report = update(serving, variant, 3)
@@ -149,7 +149,9 @@ def test_an_update_serves_the_new_weights_and_another_brings_the_base_model_back
     generated = serving.generate(PROMPT)
     assert is_of(variant, generated)
     assert not is_of(serving.model, generated)
-    assert update(serving, serving.model, 0).is_served
+    answer = serving.post("inference-0", "/reload_weights", {})
+    assert answer.json() == {"version": 0}
+    assert answer.headers["x-primerl-policy-version"] == "0"
     assert is_of(serving.model, serving.generate(PROMPT))
 
 
