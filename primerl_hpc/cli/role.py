@@ -60,7 +60,7 @@ Example:
     @click.command(name, epilog=epilog, help=about)
     @click.argument("run", metavar="RUN|RECIPE" if name == SERVED else "RUN")
     @click.option(
-        *("--index",),
+        "--index",
         type=click.IntRange(min=0),
         default=0,
         metavar="I",
