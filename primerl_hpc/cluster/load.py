@@ -15,7 +15,7 @@ from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
-from primerl_hpc.common.assets import find_yaml
+from primerl_hpc.common.assets import find_asset
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.validate import from_variable, is_text, validate
 from primerl_hpc.common.yamldoc import Document, dump_yaml, from_override, load_yaml, with_dots
@@ -43,7 +43,7 @@ def load_profile(
     path = Path(name)
     if not path.is_file():
         try:
-            path = find_yaml("cluster_profiles", name)
+            path = find_asset("cluster_profiles", name)
         except NotFoundError as error:
             raise NotFoundError(f"no cluster profile '{name}'", mend=error.mend) from None
     document = load_yaml(path)

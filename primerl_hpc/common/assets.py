@@ -1,6 +1,6 @@
 """Finds recipes, profiles and templates: the user's own first, then a checkout's, then the installed ones.
 
-Order for ``find("cluster_profiles", "local.yaml")``: ``<state home>/cluster_profiles``, the checkout this package
+Order for ``find_asset("cluster_profiles", "local")``: ``<state home>/cluster_profiles``, the checkout this package
 lies in, ``share/primerl-hpc`` of the installation. An explicit path is the caller's business.
 """
 
@@ -29,23 +29,16 @@ def asset_roots() -> tuple[Path, ...]:
 
 
 def find_asset(kind: str, name: str) -> Path:
-    """The file ``<root>/<kind>/<name>`` of the best root that has it.
+    """The YAML file ``<root>/<kind>/<name>`` of the best root that has it; a name may lack the suffix, and have dots of its own.
 
     Raises NotFoundError listing what there is of that kind.
     """
     for root in asset_roots():
-        if (path := root / kind / name).is_file():
-            return path
-    known = ", ".join(list_assets(kind)) or "none"
+        for path in (root / kind / name, root / kind / f"{name}.yaml"):
+            if path.is_file():
+                return path
+    known = ", ".join(each.removesuffix(".yaml") for each in list_assets(kind)) or "none"
     raise NotFoundError(f"no '{name}' among the {kind.replace('_', ' ')}", mend=f"known: {known}")
-
-
-def find_yaml(kind: str, name: str) -> Path:
-    """The file of that name, with or without its suffix: a name may have dots of its own. Raises NotFoundError."""
-    try:
-        return find_asset(kind, name)
-    except NotFoundError:
-        return find_asset(kind, f"{name}.yaml")
 
 
 def list_assets(kind: str, pattern: str = "*.yaml") -> list[str]:

@@ -174,7 +174,7 @@ def batch_metrics(cut: Cut, dispatcher: Dispatcher) -> dict[str, float]:
             "packing/untrainable": packed.num_untrainable,
             "batch/tokens": sum(row.num_tokens for row in rows),
             "batch/trained_tokens": sum(
-                np.count_nonzero(row.loss_mask | (row.weights("ce") != 0)) for row in rows
+                int(np.count_nonzero(row.loss_mask | (row.weights("ce") != 0))) for row in rows
             ),
         }
     for where, versions in (

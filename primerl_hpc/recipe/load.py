@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.assets import find_yaml
+from primerl_hpc.common.assets import find_asset
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.validate import blocks_at, from_variable, is_text, tag_of, validate
 from primerl_hpc.common.yamldoc import Document, from_override, load_yaml, with_dots
@@ -76,7 +76,7 @@ def resolve_recipe_path(name: str) -> Path:
     if path.is_file():
         return path
     try:
-        return find_yaml("recipes", name.removeprefix("recipes/"))
+        return find_asset("recipes", name.removeprefix("recipes/"))
     except NotFoundError as error:
         raise NotFoundError(f"no recipe '{name}' here", mend=error.mend) from None
 

@@ -121,7 +121,7 @@ def test_an_occupied_run_directory_is_refused_and_left_alone(folder: Path) -> No
 
 def test_an_unknown_profile_and_run_name_what_there_is(folder: Path) -> None:
     done = primerl("submit", "recipe.yaml", "-p", "nowhere", cwd=folder)
-    assert done.returncode == ExitCode.NOT_FOUND and "local.yaml" in done.stderr
+    assert done.returncode == ExitCode.NOT_FOUND and "leonardo, local, lumi" in done.stderr
     done = primerl("status", "nobody", cwd=folder)
     assert done.returncode == ExitCode.NOT_FOUND and "primerl-hpc list" in done.stderr
 

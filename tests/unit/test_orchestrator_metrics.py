@@ -143,7 +143,7 @@ def test_a_batch_that_a_frozen_model_sampled_has_trained_tokens_and_no_age():
     cutter.add(group(0, [rollout(1.0)], version=0))
     cut = cutter.take(9, 0)
     cutter.pack(cut)
-    told = batch_metrics(cut, idle_dispatcher())
+    told = json.loads(json.dumps(batch_metrics(cut, idle_dispatcher())))
     assert (told["batch/trained_tokens"], told["batch/rollouts"]) == (8, 4)
     assert (told["off_policy/max"], cut.info.policy_version_min, cut.queued_versions) == (1, 7, [])
 
