@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import secrets
 import socket
 import struct
 from pathlib import Path
@@ -13,6 +14,10 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+OWN_PORTS = 12_000
+"""From here on; services of a site are below."""
+TRIES = 100
 
 
 def listen_host(num_nodes: int) -> str:
@@ -72,14 +77,29 @@ def free_ports(host: str, num: int) -> int:
     """The first of ``num`` ports in a row that nobody listens on now, for children that count on from it."""
     while True:
         first = free_port(host)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            for port in range(first, first + num):
-                stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)).bind((host, port))
+        if all(_is_free(host, port) for port in range(first + 1, first + num)):
             return first
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on now, for a child that can only be told a number; it must be asked whether it got it."""
+    """A port nobody listens on now, for a child that can only be told a number; it must be asked whether it got it.
+
+    Below those that the kernel gives to connections as they are made: such a one could be gone before the child binds it.
+    """
+    first, end = OWN_PORTS, int(LOCAL_PORTS.read_text().split()[0])
+    for _ in range(TRIES if end > first else 0):
+        if _is_free(host, port := secrets.choice(range(first, end))):
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(host: str, port: int) -> bool:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
+        contextlib.suppress(OSError, OverflowError),
+    ):
+        probe.bind((host, port))
+        return True
+    return False
