@@ -196,9 +196,8 @@ class Follower:
     def _new_lines(self, order: int, file: LogFile) -> Iterator[Line]:
         try:
             with file.path.open("rb") as opened:
-                changed = os.fstat(
-                    opened.fileno()
-                )  # open asks the server; stat alone may be told an old size
+                # open asks the server; stat alone may be told an old size
+                changed = os.fstat(opened.fileno())
                 if self.offsets.get(file.path) == changed.st_size:
                     return
                 if file.path not in self.offsets:

@@ -64,9 +64,8 @@ def attempts_of(
             end, is_over = max(time, seen.get(number, time)), False
             attempts.append(Attempt(number, event.get("job"), time, end))
         elif attempts and not is_over:
-            is_over = (
-                event["event"] == "link_idle"
-            )  # another job's, which does nothing, and may come much later
+            # another job's, which does nothing, and may come much later
+            is_over = event["event"] == "link_idle"
             is_phase = event["event"] == "phase_started"
             last = attempts[-1]
             assert last.end is not None

@@ -176,13 +176,8 @@ class Keeper:
                 return True
             answer = self.client.get(f"{url}/primerl/state")
             return answer.status_code == 200 and answer.json()["version"] == live["version"]
-        except (
-            httpx.HTTPError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # a stranger at its address may answer anything
-            return False
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return False  # a stranger at its address may answer anything
 
     def _call(self, action: str, url: str) -> None:
         self.client.post(f"{self.url}/{action}", params={"url": url}).raise_for_status()

@@ -18,9 +18,8 @@ class LossInputs:
     ref_logprobs: Tensor
     sequence_ids: Tensor  # [T] int64, which sample a token is of
     num_sequences: int
-    mean_length: (
-        Tensor | float
-    )  # tokens of a sequence in RL, on average over all ranks and micro-batches of the step
+    # tokens of a sequence in RL, on average over all ranks and micro-batches of the step
+    mean_length: Tensor | float
 
     @property
     def log_ratio(self) -> Tensor:
