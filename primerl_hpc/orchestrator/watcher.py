@@ -239,9 +239,10 @@ class WeightWatcher:
             await asyncio.sleep(POLL_S)
 
     async def _live(self, source: Source, version: int) -> None:
+        await outlast("the live version", lambda: write_json(self.run.live_version, {"version": version}))
+        # nobody sees the version before what follows from it is begun: its evaluation may be what a run still has to do
         previous, self.version, self._source = self.version, version, source
         self.waiting_since = time.monotonic()
-        await outlast("the live version", lambda: write_json(self.run.live_version, {"version": version}))
+        self.on_live(version)
         if previous >= 0 and previous != version:
             await outlast(f"policy version {previous}", lambda: self.reader.close(previous, self.holder))
-        self.on_live(version)
