@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import json_option, lines_option, print_json
 
 
 @click.command("diagnose", epilog="Example:  primerl-hpc diagnose my-run")
 @click.argument("run")
-@click.option(
-    *("--lines", "-n"),
-    type=click.IntRange(min=1),
-    default=15,
-    metavar="N",
-    show_default=True,
-    help="Last lines of the log to show.",
-)
+@lines_option(15, "Last lines of the log to show.")
 @json_option
 def command(run: str, lines: int, as_json: bool) -> None:
     """What is wrong with RUN, how to mend it, and the next command.

@@ -7,6 +7,8 @@ import time
 
 import click
 
+from primerl_hpc.cli.options import lines_option
+
 EPILOG = """\b
 Examples:
   primerl-hpc logs my-run                   all roles, by time
@@ -30,14 +32,7 @@ Examples:
 )
 @click.option("--since", metavar="TIME", help="Lines since 90s, 10m, 2h, 1d ago, or since 14:30.")
 @click.option("--grep", "pattern", metavar="REGEX", help="Lines that match.")
-@click.option(
-    *("--lines", "-n"),
-    type=click.IntRange(min=1),
-    default=40,
-    metavar="N",
-    show_default=True,
-    help="Last lines of each file.",
-)
+@lines_option(40, "Last lines of each file.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each line of the logs.")
 def command(
     run: str,

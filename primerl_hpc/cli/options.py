@@ -70,6 +70,18 @@ json_option = click.option(
 )
 
 
+def lines_option(default: int, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``--lines N``, ``-n N``"""
+    return click.option(
+        *("--lines", "-n"),
+        type=click.IntRange(min=1),
+        default=default,
+        metavar="N",
+        show_default=True,
+        help=about,
+    )
+
+
 def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--chain N`` and ``--until-done``"""
     chain = click.option(
