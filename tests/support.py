@@ -22,13 +22,12 @@ import numpy as np
 import psutil
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import crc32_of_file, read_json, write_json
+from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role, process_name
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.recipe.schema import Recipe
 from primerl_hpc.transport.rollouts import MicroBatch
-from primerl_hpc.transport.weights_filesystem import MANIFEST
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -210,9 +209,3 @@ def random_row(
         ref_kl_weights=np.zeros(len(lengths), np.float32),
         env_ids=rng.integers(0, num_envs, len(lengths)).astype(np.int32),
     )
-
-
-def verify_checksums(folder: Path) -> None:
-    """Every file of a version is what its manifest says."""
-    for entry in read_json(folder / MANIFEST)["files"]:
-        assert crc32_of_file(folder / entry["name"]) == entry["crc32"], folder / entry["name"]

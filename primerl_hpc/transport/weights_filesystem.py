@@ -243,3 +243,13 @@ def wait_while(fault: Callable[[], str], lag_s: float) -> str:
     while (found := fault()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
+
+
+def verify_checksums(folder: Path) -> None:
+    """Read every file and compare its CRC-32 with the manifest. Raises DataError naming the first that differs."""
+    for entry in read_json(folder / MANIFEST)["files"]:
+        if (found := crc32_of_file(folder / entry["name"])) != entry["crc32"]:
+            raise DataError(
+                f"CRC-32 is {found:08x}, its manifest says {entry['crc32']:08x}",
+                place=str(folder / entry["name"]),
+            )

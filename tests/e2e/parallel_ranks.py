@@ -68,7 +68,7 @@ class Case(TypedDict, total=False):
     is_counted: bool  # count collectives of the last step
     is_exported: bool
     has_deep_ep: bool  # one that works without GPUs
-    compiler: str  # torch.compile's backend; default: its own
+    compiler: str  # torch.compile's backend; its own takes a minute here to make C++ of a graph
     save_to: str  # a run directory that gets a checkpoint of step 2
     resume_from: str  # train step 3 alone, from that checkpoint
 

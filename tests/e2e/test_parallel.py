@@ -22,10 +22,11 @@ from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.common.rundir import RunDir  # noqa: E402
 from primerl_hpc.launch.merge import merge_adapter  # noqa: E402
+from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E402
 from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.e2e.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
-from tests.support import ROOT, make_tiny_model, verify_checksums  # noqa: E402
+from tests.support import ROOT, make_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -95,8 +96,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
     "absent-deepep": DEEP_EP,
     "compiled-ulysses-2-expert-2": {
-        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2},
-        "trainer": {"compile": True}, "compiler": "aot_eager",
+        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
     },
     "replay-ring-2-expert-2": {
         **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
@@ -215,8 +215,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "is_large": True,
     },
     "one-rank-from-expert-2": {"model": "qwen3_moe", "ranks": 1, "resume_from": "saved"},
-    # with torch's own compiler, whose C++ takes most of a minute to compile for each rank
-    "compiled": {"model": "qwen3", "ranks": 1, "trainer": {"compile": True}},
 }
 # fmt: on
 REFUSED = {

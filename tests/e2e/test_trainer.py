@@ -27,18 +27,9 @@ from primerl_hpc.trainer.sft import train_sft  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
 from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
-from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader  # noqa: E402
+from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
 from tests.e2e.forked_ranks import ForkedRanks  # noqa: E402
-from tests.support import (  # noqa: E402
-    end_role,
-    make_plan,
-    make_tiny_model,
-    process_plan,
-    random_row,
-    run_role,
-    start_role,
-    verify_checksums,
-)
+from tests.support import end_role, make_plan, make_tiny_model, process_plan, random_row, run_role, start_role  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 

@@ -17,8 +17,9 @@ from primerl_hpc.launch.chain import ChainRequest
 from primerl_hpc.launch.submit import ONE_JOB
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.render.job import render_export
+from primerl_hpc.transport.weights_filesystem import verify_checksums
 from tests.slurm.virtual import RECIPE, SAY, TRAIN, SlurmToy, run_cli, wait_for
-from tests.support import ROOT, verify_checksums
+from tests.support import ROOT
 from tests.unit.test_export import write_version
 
 FAILS = TRAIN.replace(

@@ -116,8 +116,12 @@ def test_a_real_walltime_is_heard_from_slurm_or_seen_on_the_clock_in_every_life(
 ) -> None:
     """SLURM may warn a minute early; where that is at the job's start, some versions warn nobody."""
     toy = add_roles(new_toy(time="00:01:00", signal_margin_s=45))
+    # the warning may come before the trainer looks for the first time: its first step is done all the same
+    first_a_step = ("run.stop_request.exists()", "run.latest_checkpoint() and run.stop_request.exists()")
+    toy.processes[1] = toy.processes[1].model_copy(
+        update={"argv": tuple(word.replace(*first_a_step) for word in toy.processes[1].argv)}
+    )
     toy.submit()
-    saved = 0
     for life in (1, 2):
         toy.wait_until_ready("inference-0", "trainer-0", attempt=life)
         wait_for(
@@ -126,9 +130,7 @@ def test_a_real_walltime_is_heard_from_slurm_or_seen_on_the_clock_in_every_life(
             tell=toy.words,
         )
         assert [row["reason"] for row in toy.events("stop_requested")] == ["walltime"] * life
-        # one step, or another before the warning
-        before, saved = saved, toy.run.latest_checkpoint() or 0
-        assert before < saved <= before + 2
+        assert toy.run.latest_checkpoint() == life + 1
     finish(toy)
 
 

@@ -12,8 +12,8 @@ from primerl_hpc.common.errors import ConfigError, DataError, ExitCode, NotFound
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.rundir import RunDir
 from primerl_hpc.launch.export import export_model
-from primerl_hpc.transport.weights_filesystem import MANIFEST, WeightWriter
-from tests.support import make_plan, process_plan, verify_checksums
+from primerl_hpc.transport.weights_filesystem import MANIFEST, WeightWriter, verify_checksums
+from tests.support import make_plan, process_plan
 from tests.unit.test_cli import primerl
 
 RECIPE = {

@@ -19,8 +19,9 @@ from primerl_hpc.transport.weights_filesystem import (  # noqa: E402
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WeightWriter,
+    verify_checksums,
 )
-from tests.support import make_plan, process_plan, verify_checksums  # noqa: E402
+from tests.support import make_plan, process_plan  # noqa: E402
 from tests.unit.test_cli import primerl  # noqa: E402
 from tests.unit.test_export import RECIPE, leftovers, write_version  # noqa: E402
 

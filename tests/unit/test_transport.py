@@ -17,8 +17,9 @@ from primerl_hpc.transport.weights_filesystem import (
     FilesystemWeightReader,
     WeightWriter,
     prune_weights,
+    verify_checksums,
 )
-from tests.support import random_row, verify_checksums
+from tests.support import random_row
 
 
 def batch(seed: int, ranks: int = 2, rows: int = 3) -> list[list[MicroBatch]]:
@@ -196,6 +197,15 @@ def test_a_file_that_lags_behind_its_marker_is_waited_for(tmp_path):
     (tmp_path / "late").rename(path)
     thread.join(30)
     assert opened == [run.weights_step(1)]
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
+    run = RunDir(tmp_path)
+    write_version(run, 1)
+    path = run.weights_step(1) / "tokenizer.json"
+    path.write_text("[]")
+    with pytest.raises(DataError, match="CRC-32"):
+        verify_checksums(run.weights_step(1))
 
 
 def test_pruning_spares_the_newest_the_kept_and_the_leased(tmp_path):
