@@ -1,14 +1,18 @@
-"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when workers share them."""
+"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when workers share
+them."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.support.serving import Serving
 
 # A property holds or not, however busy the machine is.
 settings.register_profile("primerl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,9 +36,12 @@ def pytest_configure() -> None:
 # end-to-end modules that share a fixture of the session; the longest row first, so that all workers end at one time
 SHARED = {
     "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
-    "serving": ("test_chat", "test_env_server", "test_evaluate_elsewhere", "test_inference", "test_prefill"),
+    "serving": (
+        *("test_chat", "test_env_server", "test_evaluate_elsewhere", "test_inference", "test_prefill"),
+        *("test_listeners", "test_sockets"),
+    ),
 }
-LONG = ("e2e/test_trainer", "e2e/test_parallel", "unit/test_supervisor")
+LONG = ("e2e/test_trainer", "e2e/test_parallel", "runtime/test_supervisor")
 """Modules that take minutes: before the others, for the same reason."""
 
 
@@ -46,7 +53,7 @@ def lane(nodeid: str) -> tuple[int, str]:
     folder, module = Path(nodeid.partition("::")[0]).with_suffix("").parts[-2:]
     if folder == "slurm":
         return 0, "slurm"
-    if folder == "e2e":
+    if folder in ("e2e", "security"):
         for rank, (name, modules) in enumerate(SHARED.items(), start=1):
             if module in modules:
                 return rank, name
@@ -85,3 +92,17 @@ def own_state_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     for name in ("PRIMERL_PROFILE", "PRIMERL_RUNS_DIR", "PRIMERL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return home
+
+
+@pytest.fixture(scope="session")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """One engine, the router and one environment server. A test leaves them at policy version 0 of the base model."""
+    from tests.support.serving import Serving
+
+    system = Serving(tmp_path_factory.mktemp("serving"))
+    try:
+        system.start("inference-0", "router-0", "env_server-0")
+        system.wait_for_router()
+        yield system
+    finally:
+        system.stop()

@@ -1,9 +1,10 @@
-"""``primerl-hpc trainer|sft --bench``: how fast the trainer is, on made-up data."""
+"""``primerl-hpc trainer|sft --bench``: measure the trainer's speed on synthetic data."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from primerl_hpc.cli.options import (
     profile_option,
     set_option,
 )
-from primerl_hpc.observe.text import shown
+from primerl_hpc.observe.text import display_path
 
 BENCHED = ("trainer", "sft")
 _RATES = {
-    "tokens_per_s": "tokens/s, whole steps",
+    "tokens_per_s": "tokens/s, full steps",
     "tokens_per_s_per_rank": "  per rank",
-    "tokens_per_s_training": "tokens/s, training alone",
+    "tokens_per_s_training": "tokens/s, training only",
     "tokens_per_s_training_per_rank": "  per rank",
     "mfu": "MFU (true head_dim, causal)",
     "mfu_prime_rl": "MFU (prime-rl's formula)",
@@ -35,33 +36,54 @@ _SECONDS = {
     "optimizer": "  optimizer",
     "weights": "  weights for engines",
     "step_with_save": "step with a save",
-    "save": "  of it, save",
+    "save": "  of which save",
 }
 
 
-def bench_options(command: click.Command) -> click.Command:
-    """``--bench`` and what belongs to it."""
+def bench_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--bench`` and its options."""
     decorators: tuple[Callable[..., Any], ...] = (
         click.option(
             *("--bench", "is_bench"),
             is_flag=True,
-            help="Measure on made-up data; touches no run. Over several nodes as a job, which is waited for.",
+            help="Measure the speed on synthetic data without changing a run. On several nodes, submit a job "
+            "and wait for it.",
         ),
         profile_option,
         set_option,
         click.option(
             "--lengths",
             metavar="N|A-B|N,N,…",
-            help="Tokens of the samples: all alike, uniform, or in turn. [default: seq_len]",
+            help="Set the lengths of samples in tokens: constant, uniform in a range, or a repeated list. "
+            "[default: seq_len]",
         ),
-        click.option("--steps", default=8, show_default=True, type=click.IntRange(min=1), help="To count."),
         click.option(
-            "--warm-up", default=2, show_default=True, type=click.IntRange(min=0), help="Before them."
+            "--steps",
+            default=8,
+            show_default=True,
+            type=click.IntRange(min=1),
+            help="Measure this many steps.",
         ),
-        click.option("--save-every", type=click.IntRange(min=1), metavar="K", help="Also save checkpoints."),
-        click.option("--trace", type=click.Path(path_type=Path), metavar="DIR", help="Trace one more step."),
         click.option(
-            "--peak-tflops", type=click.FloatRange(min=0, min_open=True), help="Of one device, for MFU."
+            "--warm-up",
+            default=2,
+            show_default=True,
+            type=click.IntRange(min=0),
+            help="Run this many warm-up steps before measuring.",
+        ),
+        click.option(
+            "--save-every", type=click.IntRange(min=1), metavar="K", help="Save a checkpoint every K steps."
+        ),
+        click.option(
+            "--trace",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="Write a profiler trace of one more step to DIR.",
+        ),
+        click.option(
+            "--peak-tflops",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Set the peak TFLOP/s per device, for MFU.",
         ),
         json_option,
     )
@@ -70,61 +92,66 @@ def bench_options(command: click.Command) -> click.Command:
     return command
 
 
-def run_bench(
-    name: str,
-    word: str,
-    index: int,
-    phase_name: str | None,
-    *,
-    profile_name: str | None,
-    overrides: tuple[str, ...],
-    lengths: str | None,
-    steps: int,
-    warm_up: int,
-    save_every: int | None,
-    trace: Path | None,
-    peak_tflops: float | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class BenchOptions:
+    """Values of the options that `bench_options` adds, without ``--bench`` itself."""
+
+    profile_name: str | None
+    overrides: tuple[str, ...]
+    lengths: str | None
+    steps: int
+    warm_up: int
+    save_every: int | None
+    trace: Path | None
+    peak_tflops: float | None
+    as_json: bool
+
+    def request(self, seq_len: int) -> Any:
+        """Return the `BenchRequest` for a recipe with this ``seq_len``."""
+        return make_request(
+            lengths=self.lengths or str(seq_len),
+            warmup=self.warm_up,
+            steps=self.steps,
+            save_every=self.save_every,
+            trace=str(self.trace.absolute()) if self.trace else None,
+            peak_tflops=self.peak_tflops,
+        )
+
+
+def run_bench(name: str, target: str, index: int, phase_name: str | None, options: BenchOptions) -> None:
+    """Measure the role ``name`` of the run or recipe ``target``, and print the result."""
     from primerl_hpc.common.errors import NotFoundError
     from primerl_hpc.common.names import Kind, Role, process_name
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.launch.bench import bench_recipe, bench_run
+    from primerl_hpc.launch.bench.local import bench_recipe, bench_run
     from primerl_hpc.plan.types import load_plan
-
-    def ask(seq_len: int) -> Any:
-        return make_request(
-            lengths=lengths or str(seq_len),
-            warmup=warm_up,
-            steps=steps,
-            save_every=save_every,
-            trace=str(trace.absolute()) if trace else None,
-            peak_tflops=peak_tflops,
-        )
+    from primerl_hpc.run.registry import find_run
 
     role = Role(name)
     try:
-        run = None if Path(word).is_file() else find_run(word)
+        run = None if Path(target).is_file() else find_run(target)
     except NotFoundError:
         run = None
     if run is not None:
-        if overrides or profile_name:
-            raise click.UsageError("a prepared run has its recipe and profile: leave --set and --profile out")
+        if options.overrides or options.profile_name:
+            raise click.UsageError(
+                "a prepared run already has a recipe and a profile; remove --set and --profile"
+            )
         phase = load_plan(run).phase_of(role, phase_name)
         process = phase.process(process_name(role, index))
-        result = bench_run(run, phase.name, process.name, ask(phase.recipe.seq_len), job_changes())
+        request = options.request(phase.recipe.seq_len)
+        result = bench_run(run, phase.name, process.name, request, job_changes())
     else:
-        loaded, profile = load_both(word, profile_name, overrides)
+        loaded, profile = load_both(target, options.profile_name, options.overrides)
         kind = Kind.SFT if role == Role.SFT else Kind.RL
-        result = bench_recipe(loaded, profile, kind, ask(loaded.recipe.seq_len))
-    if as_json:
+        result = bench_recipe(loaded, profile, kind, options.request(loaded.recipe.seq_len))
+    if options.as_json:
         print_json(result)
     else:
         click.echo("\n".join(table(result)))
 
 
 def make_request(**values: Any) -> Any:
-    """Raises UsageError for lengths that are of no known form."""
+    """Return the `BenchRequest` of the options. Raises UsageError for invalid lengths."""
     from pydantic import ValidationError
 
     from primerl_hpc.plan.bench import BenchRequest
@@ -138,13 +165,13 @@ def make_request(**values: Any) -> Any:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Lines of at most 80 columns, but for the path of a folder that lies elsewhere."""
+    """Return the result as lines of at most 80 columns, except for long paths."""
     request, versions = result["request"], result["versions"]
     heading = [
         f"{result['loop']} · {result['model']}, {_si(result['parameters'])} parameters ({result['weights']})",
         f"{result['ranks']} × {result['device']} · torch {versions['torch']}, "
         f"transformers {versions['transformers']}",
-        f"{request['steps']} steps after {request['warmup']} to warm up · seq_len {result['seq_len']:,}, "
+        f"{request['steps']} steps after {request['warmup']} warm-up steps · seq_len {result['seq_len']:,}, "
         f"samples of {request['lengths']} tokens",
     ]
     lines = [part for line in heading for part in textwrap.wrap(line, 80)]
@@ -162,16 +189,18 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def _notes(result: dict[str, Any]) -> list[str]:
     memory = ", ".join(f"{name} {value:.2f}" for name, value in result["peak_memory_gib"].items())
-    lines = [f"peak memory of a rank in GiB: {memory}"]
+    lines = [f"peak memory per rank in GiB: {memory}"]
     if result["collectives_s"] is not None:
-        lines.append("collectives of the traced step, rank 0, computing beside them or not:")
+        lines.append("collectives of the traced step on rank 0, overlapped with computation or not:")
         lines += [f"  {name:<16} {value:.3f} s" for name, value in result["collectives_s"].items()]
-        lines.append(f"traces: {shown(Path(result['request']['trace']))}")
+        lines.append(f"traces: {display_path(Path(result['request']['trace']))}")
     if result["peak_tflops"] is None:
         speed = result["tflops_per_rank"]["median"]
-        lines.append(f"{speed:.3g} TFLOP/s per rank; no MFU: the peak is not known (--peak-tflops)")
+        lines.append(f"{speed:.3g} TFLOP/s per rank; no MFU: unknown peak, set --peak-tflops")
     else:
-        lines.append(f"MFU of {result['peak_tflops']:,.4g} TFLOP/s per device, by tokens/s of training alone")
+        lines.append(
+            f"MFU relative to {result['peak_tflops']:,.4g} TFLOP/s per device, from tokens/s of training only"
+        )
     return lines
 
 

@@ -1,4 +1,4 @@
-"""``primerl-hpc chat``"""
+"""``primerl-hpc chat``: chat with the policy of a run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import RUN_CODES, json_option, make_epilog, print_json
+from primerl_hpc.cli.values import RUN
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.safety.terminal import plain
 
 if TYPE_CHECKING:
     from primerl_hpc.observe.chat import Server
 
-EPILOG = """\b
-Examples:
-  primerl-hpc chat my-run
-  primerl-hpc chat my-run --prompt 'Reverse: hello' --max-tokens 64
-  primerl-hpc chat my-run --temperature 0 --json < question.txt
-"""
+EPILOG = make_epilog(
+    "chat my-run",
+    "chat my-run --prompt 'Reverse: hello' --max-tokens 64",
+    "chat my-run --temperature 0 --json < question.txt",
+    codes=(ExitCode.DATA, *RUN_CODES),
+)
 
 
 @click.command("chat", epilog=EPILOG)
-@click.argument("run")
-@click.option("--prompt", metavar="TEXT", help="One question, one answer. [default: what stands on stdin]")
-@click.option("--system", metavar="TEXT", help="System message before it.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest reply. [default: the recipe's]")
-@click.option("--temperature", type=click.FloatRange(min=0), help="[default: the recipe's]")
+@click.argument("run", type=RUN)
+@click.option(
+    "--prompt", metavar="TEXT", help="Ask one question and print the reply. [default: read from stdin]"
+)
+@click.option("--system", metavar="TEXT", help="Send this system message first.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), help="Limit the length of a reply. [default: the recipe's]"
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    help="Set the sampling temperature. [default: the recipe's]",
+)
 @json_option
 def command(
     run: str,
@@ -35,20 +46,21 @@ def command(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    """Talk to the policy of RUN while it trains, or to the model of an inference run.
+    """Chat with the policy of RUN while it trains, or with the model of an inference run.
 
-    In a terminal: a conversation; ^D ends it. Which policy version answered is said on stderr.
+    In a terminal, this starts a conversation; ^D ends it. The policy version that generated a reply is printed to
+    stderr.
     """
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.observe.chat import find_server, hop, hop_command
+    from primerl_hpc.observe.chat import exec_on_router_node, find_server, router_node_command
     from primerl_hpc.plan.types import load_plan
+    from primerl_hpc.run.registry import find_run
 
     found = find_run(run)
     if prompt is None and sys.stdin is None:
-        raise click.UsageError("stdin is closed: ask with --prompt")
-    is_talk = prompt is None and sys.stdin.isatty()
-    if (there := hop_command(found, sys.argv[1:], is_terminal=is_talk)) is not None:
-        hop(there)
+        raise click.UsageError("stdin is closed; ask a question with --prompt")
+    is_interactive = prompt is None and sys.stdin.isatty()
+    if (there := router_node_command(found, sys.argv[1:], is_terminal=is_interactive)) is not None:
+        exec_on_router_node(there)
     server = find_server(found)
     own = load_plan(found).phases[-1].recipe.rollouts.sampling
     sampling: dict[str, Any] = {
@@ -56,11 +68,11 @@ def command(
         "temperature": own.temperature if temperature is None else temperature,
     }
     messages = [{"role": "system", "content": system}] if system else []
-    if is_talk:
-        _talk(server, messages, sampling)
+    if is_interactive:
+        _converse(server, messages, sampling)
         return
     messages.append({"role": "user", "content": sys.stdin.read().strip() if prompt is None else prompt})
-    reply = _say(server, messages, sampling, is_quiet=as_json)
+    reply = _request_reply(server, messages, sampling, is_quiet=as_json)
     if as_json:
         last = server.last
         print_json(
@@ -74,8 +86,8 @@ def command(
         )
 
 
-def _talk(server: Server, messages: list[dict[str, str]], sampling: dict[str, Any]) -> None:
-    """Question and answer in turn, until ^D; ^C breaks an answer off."""
+def _converse(server: Server, messages: list[dict[str, str]], sampling: dict[str, Any]) -> None:
+    """Read questions and print replies until ^D; ^C interrupts a reply."""
     click.echo(f"{server.run.root.name}, {server.model}; ^D ends", err=True)
     while True:
         try:
@@ -85,17 +97,20 @@ def _talk(server: Server, messages: list[dict[str, str]], sampling: dict[str, An
             return
         if text:
             messages.append({"role": "user", "content": text})
-            reply = _say(server, messages, sampling, is_quiet=False)
+            reply = _request_reply(server, messages, sampling, is_quiet=False)
             messages.append({"role": "assistant", "content": reply})
 
 
-def _say(server: Server, messages: list[dict[str, str]], sampling: dict[str, Any], *, is_quiet: bool) -> str:
+def _request_reply(
+    server: Server, messages: list[dict[str, str]], sampling: dict[str, Any], *, is_quiet: bool
+) -> str:
+    """Return the reply to ``messages``; print it while it is generated unless ``is_quiet``."""
     pieces = []
     try:
         for piece in server.answer(messages, sampling):
             pieces.append(piece)
             if not is_quiet:
-                click.echo(piece, nl=False)
+                click.echo(plain(piece), nl=False)
     except KeyboardInterrupt:
         if is_quiet:
             raise

@@ -1,28 +1,46 @@
-"""``primerl-hpc eval``"""
+"""``primerl-hpc eval``: evaluate a model, or the weights of a run."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from primerl_hpc.cli.options import for_recipe, json_option, print_json, profile_option, set_option
+from primerl_hpc.cli.options import (
+    FOLLOWED_CODES,
+    SUBMIT_CODES,
+    check_custom_code,
+    dry_run_option,
+    follow_option,
+    for_recipe,
+    json_option,
+    live_code_option,
+    make_epilog,
+    no_custom_code_option,
+    print_json,
+    profile_option,
+    run_dir_option,
+    set_option,
+    show_warnings,
+)
 
-EPILOG = """\b
-Examples:
-  primerl-hpc eval my-run --follow
-  primerl-hpc eval my-run --steps 10,20,30 --no-eval-base --samples 4
-  primerl-hpc eval my-run --watch --every 50 -p h100x64 --partition debug
-  primerl-hpc eval reverse_text/tiny -p local --model /models/my-qwen3
-  primerl-hpc eval eval.yaml -p local --base-url https://api.example.com/v1 \\
-      --model big-model --key-variable EXAMPLE_KEY
-  primerl-hpc eval eval.yaml -p local --weights-dir /runs/old/weights
-"""
+EPILOG = make_epilog(
+    "eval my-run --follow",
+    "eval my-run --steps 10,20,30 --no-eval-base --samples 4",
+    "eval my-run --watch --every 50 -p h100x64 --partition debug",
+    "eval reverse_text/tiny -p local --model /models/my-qwen3",
+    "eval eval.yaml -p local --base-url https://api.example.com/v1 \\\n"
+    "      --model big-model --key-variable EXAMPLE_KEY",
+    "eval eval.yaml -p local --weights-dir /runs/old/weights",
+    codes=SUBMIT_CODES,
+    more=FOLLOWED_CODES,
+)
 
 
-class Steps(click.ParamType):
-    """``all`` or ``10,20,30``"""
+class StepsType(click.ParamType):
+    """The value of ``--steps``: ``all``, or a list such as ``10,20,30``."""
 
     name = "steps"
 
@@ -39,45 +57,54 @@ class Steps(click.ParamType):
 @click.argument("target", metavar="RECIPE|RUN")
 @profile_option
 @set_option
+@no_custom_code_option
 @click.option(
     "--env",
     "environments",
     multiple=True,
     metavar="NAME",
-    help="Environments only, or others by id; repeatable.",
+    help="Evaluate on this environment of the recipe, or one by id; repeatable.",
 )
-@click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Rollouts per task.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Generate K rollouts per task.")
 @click.option(
-    "--num-tasks", type=click.IntRange(min=1), metavar="N", help="The first N tasks of each environment."
-)
-@click.option(
-    "--model", metavar="NAME", help="Another model: hub id or folder; at --base-url, its name there."
+    "--num-tasks", type=click.IntRange(min=1), metavar="N", help="Use the first N tasks of each environment."
 )
 @click.option(
-    "--base-url", metavar="URL", help="An OpenAI-compatible server to ask (…/v1); no engines are started."
+    "--model", metavar="NAME", help="Evaluate another model: a hub id or folder, or its name on --base-url."
 )
-@click.option("--key-variable", metavar="VAR", help="Variable that holds its key. [default: OPENAI_API_KEY]")
 @click.option(
-    "--weights-dir", type=click.Path(path_type=Path), help="Folder of step_N. [default: weights of RUN]"
+    "--base-url",
+    metavar="URL",
+    help="Send requests to this OpenAI-compatible server (…/v1); start no engines.",
 )
-@click.option("--steps", type=Steps(), help="all, or 10,20,30.  [default: all]")
 @click.option(
-    "--every", type=click.IntRange(min=1), metavar="N", help="Of all steps, multiples of N and the last."
+    "--key-variable",
+    metavar="VAR",
+    help="Read the API key of --base-url from this variable. [default: OPENAI_API_KEY]",
 )
-@click.option("--no-eval-base", is_flag=True, help="Leave the base model out.")
 @click.option(
-    "--replicas", type=click.IntRange(min=1), metavar="N", help="Engines. [default: the recipe's layout]"
-)
-@click.option("--watch", is_flag=True, help="Go on with new weights until the run that makes them ends.")
-@click.option(
-    "--run-dir",
+    "--weights-dir",
     type=click.Path(path_type=Path),
-    help="Where results go. [default: <RUN>-evaluation, or runs/<name>-<n>]",
+    help="Evaluate the versions in this folder of step_N. [default: weights of RUN]",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Check everything and show the plan; with --run-dir also prepare it."
+    "--steps", type=StepsType(), help="Evaluate these steps: all, or a list such as 10,20,30. [default: all]"
 )
-@click.option("--follow", "-f", is_flag=True, help="Show progress until it ends; ^C leaves it running.")
+@click.option(
+    "--every", type=click.IntRange(min=1), metavar="N", help="Evaluate every Nth step and the last one."
+)
+@click.option("--no-eval-base", is_flag=True, help="Do not evaluate the base model.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start N engines. [default: the recipe's layout]",
+)
+@click.option("--watch", is_flag=True, help="Continue with new weights until the run that writes them ends.")
+@run_dir_option("Write results to this directory. [default: <RUN>-evaluation, or runs/<name>-<n>]")
+@dry_run_option
+@live_code_option
+@follow_option
 @json_option
 def command(
     target: str,
@@ -97,21 +124,16 @@ def command(
     watch: bool,
     run_dir: Path | None,
     dry_run: bool,
+    is_live: bool,
     follow: bool,
     as_json: bool,
 ) -> int:
-    """Score models on environments: the recipe's model, one behind a URL, or the weights of a run.
+    """Evaluate a recipe's model, a model behind a URL, or the weights of a run on environments.
 
-    One set of engines is updated from version to version. Run it again in the same directory and only what is missing is
-    run. Nothing leaves the machine but requests to --base-url.
+    One set of engines loads the policy versions one after another. Repeated in the same directory, the command runs
+    only the evaluations that are missing. Only requests to --base-url leave the machine.
     """
-    from primerl_hpc.common.rundir import RunDir
-    from primerl_hpc.launch.evaluate import (
-        EvalRequest,
-        find_source,
-        load_evaluation,
-        submit_evaluation,
-    )
+    from primerl_hpc.launch.evaluate import EvalRequest, find_source
 
     source = find_source(target)
     request = EvalRequest(
@@ -128,14 +150,56 @@ def command(
         watch=watch or None,
         replicas=replicas,
     )
-    loaded = load_evaluation(source, request, overrides)
+    request, default_dir = _choose_default_dir(source, request, run_dir)
+    loaded = _load_checked(source, request, overrides)
     profile = for_recipe(_profile(source, profile_name), loaded)
-    beside = source.evaluation.root if isinstance(source, RunDir) and model is None else None
     if dry_run:
-        return _dry_run(loaded, profile, run_dir, beside, as_json)
-    run_dir = run_dir or beside
+        return _dry_run(loaded, profile, run_dir, default_dir, is_live=is_live, as_json=as_json)
+    run_dir = run_dir or default_dir
+    return _submit(loaded, profile, run_dir, is_live=is_live, follow=follow, as_json=as_json)
+
+
+def _choose_default_dir(source: Any, request: Any, run_dir: Path | None) -> tuple[Any, Path | None]:
+    """Return the request for what is missing, and where its results are written without ``run_dir``.
+
+    None: in the runs folder, because no run is evaluated.
+    """
+    from primerl_hpc.launch.evaluate import default_run_dir
+    from primerl_hpc.run.rundir import RunDir
+
+    if not isinstance(source, RunDir) or request.model is not None:
+        return request, None
+    request, place = default_run_dir(source, request) if run_dir is None else (request, source.evaluation)
+    if place.root != source.evaluation.root:
+        names = ", ".join(request.environments)
+        finished = source.evaluation.root.name
+        click.echo(f"{finished} is finished and stays unchanged; {names}: {place.root}", err=True)
+    return request, place.root
+
+
+def _load_checked(source: Any, request: Any, overrides: tuple[str, ...]) -> Any:
+    """Return the recipe of the evaluation, after the checks of its code, tools and judges."""
+    from primerl_hpc.envs.judges import check_judges
+    from primerl_hpc.envs.tools import check_tools
+    from primerl_hpc.launch.evaluate import load_evaluation
+
+    loaded = load_evaluation(source, request, overrides)
+    show_warnings(loaded.warnings)
+    check_custom_code(loaded.recipe)
+    check_tools(loaded.recipe)
+    check_judges(loaded.recipe)
+    return loaded
+
+
+def _submit(
+    loaded: Any, profile: Any, run_dir: Path | None, *, is_live: bool, follow: bool, as_json: bool
+) -> int:
+    """Submit the evaluation, or show its scores if none is missing. Returns the exit code."""
+    from primerl_hpc.launch.evaluate import submit_evaluation
+    from primerl_hpc.run.rundir import RunDir
+
     is_new = run_dir is None or not RunDir(run_dir).plan.is_file()
-    submitted = submit_evaluation(loaded, profile, run_dir)
+    submitted = submit_evaluation(loaded, profile, run_dir, is_live=is_live)
     if submitted is None:
         return _show_scores(RunDir(Path(run_dir or ".").resolve()), as_json)
     root = submitted.run.root
@@ -144,33 +208,38 @@ def command(
     else:
         click.echo(f"evaluation {root.name} · job {submitted.job_id} ({submitted.plan.scheduler})")
     if follow:
-        from primerl_hpc.observe.follow import follow_run
+        from primerl_hpc.observe.follow.follow import follow_run
 
         return follow_run(submitted.run, quiet=as_json, from_end=not is_new)
     if not as_json:
-        click.echo(f"its scores:  primerl-hpc scores {root.name}")
+        click.echo(f"show its scores:  primerl-hpc scores {shlex.quote(root.name)}")
     return 0
 
 
 def _profile(source: Any, name: str | None) -> Any:
-    """The profile that was named, or that the run was submitted with."""
+    """Load the given profile, or the one with which the run was submitted."""
     from primerl_hpc.cli.options import load_chosen_profile
     from primerl_hpc.common import env
-    from primerl_hpc.common.rundir import RunDir
+    from primerl_hpc.run.rundir import RunDir
 
     default = str(source.profile) if isinstance(source, RunDir) else env.default_profile()
     if (chosen := name or default) is not None:
         return load_chosen_profile(chosen)
-    raise click.UsageError("a recipe needs --profile: where is it to run?")
+    raise click.UsageError("a recipe needs --profile, the cluster profile to run on")
 
 
-def _dry_run(loaded: Any, profile: Any, run_dir: Path | None, default: Path | None, as_json: bool) -> int:
-    """``default``: where results go when no ``run_dir`` was given; None: under the runs folder."""
+def _dry_run(
+    loaded: Any, profile: Any, run_dir: Path | None, default: Path | None, *, is_live: bool, as_json: bool
+) -> int:
+    """Show the plan.
+
+    ``default``: where results are written without ``run_dir``; None: in the runs folder.
+    """
     from primerl_hpc.cli.plan import show_plan
     from primerl_hpc.launch.evaluate import check_evaluation, prepare_evaluation
 
     if run_dir is not None:
-        _, plan = prepare_evaluation(loaded, profile, run_dir)
+        _, plan = prepare_evaluation(loaded, profile, run_dir, is_live=is_live)
     else:
         plan = check_evaluation(loaded, profile, default)
     if as_json:
@@ -181,14 +250,15 @@ def _dry_run(loaded: Any, profile: Any, run_dir: Path | None, default: Path | No
 
 
 def _show_scores(run: Any, as_json: bool) -> int:
-    from primerl_hpc.common.scores import read_scores
-    from primerl_hpc.observe.scores import score_text
+    """Show the scores of an evaluation that is complete."""
+    from primerl_hpc.observe.table import score_text
+    from primerl_hpc.run.scores import read_scores
 
     if as_json:
         print_json(
             {"run": run.root.name, "run_dir": str(run.root), "scores": list(read_scores(run).values())}
         )
         return 0
-    click.echo("nothing is missing:\n")
+    click.echo("the evaluation is complete:\n")
     click.echo(score_text(run))
     return 0

@@ -1,37 +1,55 @@
-"""``primerl-hpc explain``"""
+"""``primerl-hpc explain``: explain a key of a recipe or profile."""
 
 from __future__ import annotations
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json, set_option
+from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option, show_warnings
+from primerl_hpc.cli.values import KEY
+from primerl_hpc.common.errors import ExitCode
 
-
-@click.command(
-    "explain", epilog="Example:  primerl-hpc explain rollouts.max_off_policy_steps --recipe my.yaml"
+EPILOG = make_epilog(
+    "explain",
+    "explain rollouts.max_off_policy_steps --recipe my.yaml",
+    "explain scheduler.time --of profile",
+    codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
 )
-@click.argument("key", required=False)
-@click.option("--recipe", help="Also show the value this recipe has, and where it comes from.")
-@click.option("--of", "what", type=click.Choice(["recipe", "profile"]), default="recipe", show_default=True)
+
+
+@click.command("explain", epilog=EPILOG)
+@click.argument("key", type=KEY, required=False)
+@click.option("--recipe", help="Also show the value in this recipe, and its origin.")
+@click.option(
+    "--of",
+    "what",
+    type=click.Choice(["recipe", "profile"]),
+    default="recipe",
+    show_default=True,
+    help="Select the file format.",
+)
 @set_option
 @json_option
 def command(
     key: str | None, recipe: str | None, what: str, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    """Type, default, meaning and origin of KEY (dots between levels); without KEY: all keys."""
+    """Explain KEY: type, default, meaning and origin. Without KEY, list all keys.
+
+    Levels of a key are separated by dots: optimizer.lr.
+    """
     from primerl_hpc.cluster.schema import Profile
+    from primerl_hpc.common.log import hang
     from primerl_hpc.recipe.explain import explain, explain_all
     from primerl_hpc.recipe.load import load_recipe
-    from primerl_hpc.recipe.schema import Recipe
+    from primerl_hpc.recipe.schema.recipe import Recipe
 
     if recipe is not None and what == "profile":
         raise click.UsageError(
-            "--recipe shows values of a recipe, and --of profile asks for keys of a profile"
+            "--recipe shows values of a recipe, but --of profile selects keys of a profile; remove one"
         )
     if recipe is not None and key is None:
-        raise click.UsageError("--recipe shows the value of one key: which?")
+        raise click.UsageError("--recipe shows the value of one key; name the key")
     if overrides and recipe is None:
-        raise click.UsageError("--set changes what --recipe shows, which is missing")
+        raise click.UsageError("--set needs --recipe, whose values it changes")
     root = Recipe if what == "recipe" else Profile
     if key is None:
         entries = explain_all(root)
@@ -42,6 +60,7 @@ def command(
             click.echo(f"{entry['key']:<42} {entry['type']}")
         return
     loaded = load_recipe(recipe, overrides=list(overrides)) if recipe else None
+    show_warnings(loaded.warnings if loaded else ())
     entry = explain(root, key, loaded)
     if as_json:
         print_json(entry)
@@ -49,5 +68,4 @@ def command(
     click.echo(entry["key"])
     for name in ("type", "default", "meaning", "value", "origin", "keys"):
         if entry.get(name) not in (None, ""):
-            text = str(entry[name]).replace("\n", f"\n{'':<12}")
-            click.echo(f"  {name + ':':<9} {text}")
+            click.echo(f"  {name + ':':<9} {hang(str(entry[name]), 12)}")

@@ -1,33 +1,35 @@
-"""``primerl-hpc list``"""
+"""``primerl-hpc list``: list all runs of the user."""
 
 from __future__ import annotations
 
-import time
-
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import json_option, make_epilog, print_json
 
 
-@click.command("list", epilog="Examples:  primerl-hpc list --json\n\n  primerl-hpc list --forget-gone")
-@click.option("--forget-gone", is_flag=True, help="Take runs whose directory is gone out of the list.")
+@click.command("list", epilog=make_epilog("list --json", "list --forget-gone"))
+@click.option(
+    "--forget-gone", is_flag=True, help="Remove runs whose directory no longer exists from the list."
+)
 @json_option
 def command(forget_gone: bool, as_json: bool) -> None:
-    """Every run you submitted with its folder, newest first; also those whose folder is gone.
+    """List every run that you submitted with its folder, newest first.
 
-    States are what the runs' own files say; `status` also asks SLURM.
+    The list includes runs whose folder no longer exists. States are read from the runs' files; `status` also queries
+    SLURM.
     """
-    from primerl_hpc.common.registry import forget_runs
-    from primerl_hpc.observe.catalog import Catalog
+    from primerl_hpc.observe.status.all_runs import list_table
+    from primerl_hpc.observe.status.run_catalog import RunCatalog
+    from primerl_hpc.run.registry import forget_runs
 
-    briefs = sorted(Catalog(None).look(), key=lambda brief: -brief.registered.submitted)
+    runs = sorted(RunCatalog(None).list_runs(), key=lambda run: -run.registered.submitted)
     if forget_gone:
-        forget_runs(brief.registered for brief in briefs if not brief.is_there)
-        briefs = [brief for brief in briefs if brief.is_there]
+        forget_runs(run.registered for run in runs if not run.exists)
+        runs = [run for run in runs if run.exists]
     if as_json:
-        print_json([brief.as_json() for brief in briefs])
+        print_json([run.as_json() for run in runs])
         return
-    for brief in briefs:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(brief.registered.submitted))
-        state = brief.state.value if brief.is_there else "gone"
-        click.echo(f"{brief.name:<32} {when}  {state:<9}  {brief.registered.root}")
+    if not runs:
+        click.echo("no runs yet; start one with primerl-hpc submit", err=True)
+    for line in list_table(runs):
+        click.echo(line)

@@ -1,4 +1,4 @@
-"""``primerl-hpc logs``"""
+"""``primerl-hpc logs``: print or follow the logs of a run."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ import time
 
 import click
 
-from primerl_hpc.cli.options import lines_option
+from primerl_hpc.cli.options import RUN_CODES, lines_option, make_epilog
+from primerl_hpc.cli.values import PROCESS, RUN
 
-EPILOG = """\b
-Examples:
-  primerl-hpc logs my-run                   all roles, by time
-  primerl-hpc logs my-run trainer -f
-  primerl-hpc logs my-run trainer --rank 1 --attempt 2
-  primerl-hpc logs my-run --node gpu-b --since 10m --grep 'ERROR|Traceback'
-  primerl-hpc logs my-run job               what SLURM's job printed
-"""
+EPILOG = make_epilog(
+    "logs my-run                   all roles, sorted by time",
+    "logs my-run trainer -f",
+    "logs my-run trainer --rank 1 --attempt 2",
+    "logs my-run --node gpu-b --since 10m --grep 'ERROR|Traceback'",
+    "logs my-run job               output of the batch job",
+    codes=RUN_CODES,
+)
 
 
 @click.command("logs", epilog=EPILOG)
-@click.argument("run")
-@click.argument("role", required=False)
-@click.option("--follow", "-f", is_flag=True, help="Go on as lines come, until the run ends.")
+@click.argument("run", type=RUN)
+@click.argument("role", type=PROCESS, required=False)
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
 @click.option(
-    "--rank", type=click.IntRange(min=0), metavar="R", help="One rank of a trainer, on whichever node."
+    "--rank", type=click.IntRange(min=0), metavar="R", help="Select one rank of a trainer, on any node."
 )
-@click.option("--node", metavar="HOST", help="What runs on one node.")
+@click.option("--node", metavar="HOST", help="Select processes on one node.")
 @click.option(
-    "--attempt", type=click.IntRange(min=1), metavar="K", help="An earlier attempt. [default: the latest]"
+    "--attempt",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Select an earlier attempt. [default: the latest]",
 )
-@click.option("--since", metavar="TIME", help="Lines since 90s, 10m, 2h, 1d ago, or since 14:30.")
-@click.option("--grep", "pattern", metavar="REGEX", help="Lines that match.")
-@lines_option(40, "Last lines of each file.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object for each line of the logs.")
+@click.option(
+    "--since", metavar="TIME", help="Select lines from the last 90s, 10m, 2h or 1d, or since 14:30."
+)
+@click.option("--grep", "pattern", metavar="REGEX", help="Select lines that match.")
+@lines_option(40, "Print this many last lines of each file.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each log line.")
 def command(
     run: str,
     role: str | None,
@@ -46,25 +52,25 @@ def command(
     lines: int,
     as_json: bool,
 ) -> None:
-    """Print or follow the logs of RUN: of all roles, or of ROLE.
+    """Print or follow the logs of RUN, of all roles or of ROLE.
 
-    ROLE is a role (trainer, orchestrator, inference, router, env-server), one process of it (inference-0), or `job` for
-    the output of the batch job itself.
+    ROLE is a role (trainer, orchestrator, inference, router, env-server), one process of a role (inference-0), or `job`
+    for the output of the batch job.
     """
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.observe.logfiles import LogFiles
-    from primerl_hpc.observe.logs import (
-        Filter,
-        Follower,
+    from primerl_hpc.observe.logs.log_files import LogFiles
+    from primerl_hpc.observe.logs.merge import (
+        LogFilter,
+        LogFollower,
         follow_logs,
+        missing_log_error,
         parse_since,
         print_logs,
-        what_is_missing,
     )
-    from primerl_hpc.observe.slurm import JobWatcher
+    from primerl_hpc.observe.status.job_watcher import JobWatcher
+    from primerl_hpc.run.registry import find_run
 
     try:
-        chosen = Filter(
+        chosen = LogFilter(
             parse_since(since, time.time()) if since else None, re.compile(pattern) if pattern else None
         )
     except re.error as error:
@@ -76,11 +82,11 @@ def command(
     if follow:
         try:
             follow_logs(
-                found, Follower(files, role, node, rank, attempt, lines, chosen, as_json), JobWatcher()
+                found, LogFollower(files, role, node, rank, attempt, lines, chosen, as_json), JobWatcher()
             )
         except KeyboardInterrupt:
             click.echo()
         return
     chosen_files = files.choose(role, node=node, rank=rank, attempt=attempt)
     if not print_logs(chosen_files, lines, chosen, as_json=as_json):
-        raise what_is_missing(found)
+        raise missing_log_error(found, attempt)

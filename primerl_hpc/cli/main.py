@@ -1,7 +1,7 @@
-"""``primerl-hpc``: the table of commands, and how every one of them ends.
+"""``primerl-hpc``: the table of commands, and the handling of their errors.
 
-A command module defines one click command called ``command``. Errors become one sentence on stderr and their own exit
-code; ``--debug`` (or PRIMERL_DEBUG=1) shows the traceback.
+A command module defines a click command named ``command``, or ``make_command(name)``. An error becomes one sentence on
+stderr and an exit code; ``--debug`` (or PRIMERL_DEBUG=1) shows the traceback.
 """
 
 from __future__ import annotations
@@ -14,45 +14,68 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
+from primerl_hpc.common.log import notice
+from primerl_hpc.common.safety.error_text import describe_error
+from primerl_hpc.common.safety.terminal import protect_output
+from primerl_hpc.run.access.ownership import set_safe_umask
 
-# name → (module, one line of help); sections in the order of a user's story
+# name → (module, one line of help); sections in the order in which a user needs them
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
+        "new": ("new", "Write a recipe for a model and a number of GPUs."),
+        "import-config": ("import_config", "Write a recipe from prime-rl's rl.toml."),
         "submit": ("submit", "Compile a recipe for a cluster and start it."),
         "plan": ("plan", "Show what would run where, and why."),
-        "render": ("render", "Write the batch scripts alone."),
-        "eval": ("evaluate", "Score a model, or the weights of a run."),
+        "render": ("render", "Write only the batch scripts."),
+        "prefetch": ("prefetch", "Fetch models, data and images before a run."),
+        "bundle": ("bundle", "Pack a Python environment into one file for nodes."),
+        "eval": ("evaluate", "Evaluate a model, or the weights of a run."),
     },
-    "Look": {
-        "status": ("status", "All runs on one screen, or one run in depth."),
-        "list": ("list_runs", "Names and folders of your runs."),
+    "Watch": {
+        "status": ("status", "Show all runs, or one run in detail."),
+        "list": ("list_runs", "List the names and folders of your runs."),
         "logs": ("logs", "Print or follow the log of any role."),
-        "diagnose": ("diagnose", "What is wrong with a run, and what to do."),
-        "samples": ("samples", "The last rollouts: prompts, replies, rewards."),
-        "scores": ("scores", "Scores of an evaluation: table, curves, SVG."),
-        "report": ("report", "One HTML page of a run, to keep or to send."),
+        "diagnose": ("diagnose", "Explain what is wrong with a run and how to fix it."),
+        "top": ("top", "Follow the logs of runs side by side in tmux."),
+        "stacks": ("stacks", "Print the stacks of all processes of a run."),
+        "profile": ("profile", "Trace steps of a running trainer."),
+        "samples": ("samples", "Show recent rollouts: prompts, replies, rewards."),
+        "scores": ("scores", "Show scores of an evaluation: table, curves, SVG."),
+        "sync": ("sync", "Send metrics to trackers from a login node."),
+        "report": ("report", "Write a self-contained HTML report of a run."),
     },
-    "Steer": {
+    "Control": {
         "cancel": ("cancel", "Save and stop a run (--now: without saving)."),
-        "resume": ("resume", "Go on from the last complete checkpoint."),
+        "exec": ("exec", "Run a command on the nodes of a running run."),
+        "shell": ("shell", "Open a shell on a node of a running run."),
+        "resume": ("resume", "Continue from the last complete checkpoint."),
+    },
+    "Store": {
+        "du": ("du", "Show the disk space of a run by kind of file."),
+        "prune": ("prune", "Delete weights and batches that no resume needs."),
+        "archive": ("archive", "Write a run into a tar file with checksums."),
     },
     "Use": {
-        "chat": ("chat", "Talk to the policy of a run while it trains."),
-        "export": ("export", "A policy version as a model folder."),
+        "chat": ("chat", "Chat with the policy of a run while it trains."),
+        "export": ("export", "Export a policy version as a model folder."),
+        "convert": ("convert", "Write a quantized model with bfloat16 weights."),
     },
     "Learn": {
-        "env": ("env", "Try an environment out, or install one."),
-        "doctor": ("doctor", "Is this machine, this cluster ready?"),
-        "explain": ("explain", "Type, default, meaning and origin of a key."),
-        "schema": ("schema", "JSON schema of recipes or profiles."),
+        "env": ("env", "Check or install an environment."),
+        "doctor": ("doctor", "Check that this machine and cluster are ready."),
+        "calibrate": ("calibrate", "Measure a node, so that plans use its speed."),
+        "explain": ("explain", "Explain a key: type, default, meaning, origin."),
+        "completion": ("completion", "Print the completion script of a shell."),
+        "schema": ("schema", "Print the JSON schema of recipes or profiles."),
     },
-    "One part by hand": {
+    "Run one process": {
         "inference": ("role", "Serve a model as a job, or one engine of a run."),
         "router": ("role", "Run the router of a prepared run."),
-        "prefill": ("role", "Run one engine that reads prompts for the others."),
+        "prefill": ("role", "Run one prefill engine."),
         "teacher": ("role", "Run one engine of the teacher."),
         "judge": ("role", "Run one engine of the judge."),
         "env-server": ("role", "Run one environment server."),
@@ -60,15 +83,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "trainer": ("role", "Run the RL trainer."),
         "sft": ("role", "Run the SFT trainer."),
         "evaluator": ("role", "Run the evaluator."),
-        "tracker": ("role", "Send metrics to Weights & Biases."),
+        "tracker": ("role", "Send metrics to one experiment tracker."),
     },
 }
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 
 
 @contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """``… | head`` is no failure; click by itself would make it exit code 1."""
+def _closed_pipe_is_success() -> Iterator[None]:
+    """Exit with code 0 if the reader closes the pipe, as in ``… | head``; click would exit with code 1."""
     try:
         yield
     except BrokenPipeError:
@@ -77,14 +100,14 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 class LazyGroup(click.Group):
-    """Knows its commands' names and help lines without importing them."""
+    """A group that lists the names and help lines of its commands without importing their modules."""
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        with _reader_may_leave():  # --help
+        with _closed_pipe_is_success():  # covers --help
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _reader_may_leave():
+        with _closed_pipe_is_success():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -95,6 +118,15 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"primerl_hpc.cli.{COMMANDS[cmd_name][0]}")
         return module.make_command(cmd_name) if hasattr(module, "make_command") else module.command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete names of commands from `COMMANDS`, and options."""
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found or click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = click.utils.make_str(args[0]) if args else ""
@@ -118,26 +150,30 @@ Example:
 
 \b
 Exit codes:
-  0 done        1 failed       2 usage          65 bad data    66 not found
-  69 scheduler  73 occupied    75 stopped       76 preempted   78 configuration
-  93 do not go on              94 bad node     130 interrupted (^C)
+   0 done             1 failed                  2 usage error
+  65 invalid data    66 not found              69 scheduler unavailable
+  73 occupied        75 stopped, state saved   76 preempted before a save
+  78 configuration   93 cannot continue        94 bad node excluded
+ 130 interrupted (^C)
 """
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(package_name="primerl-hpc", prog_name="primerl-hpc")
 def cli(debug: bool) -> None:
     """Train language models by reinforcement learning on a SLURM cluster.
 
-    A recipe (YAML) says what to train, a cluster profile where.
+    A recipe (YAML) describes what to train, and a cluster profile where.
     """
     if debug:
         os.environ[env.DEBUG] = "1"
 
 
 def main() -> None:
-    """Entry point: never a traceback but with ``--debug``."""
+    """Run the command line; show tracebacks only with ``--debug``."""
+    set_safe_umask()
+    protect_output()
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -149,17 +185,16 @@ def main() -> None:
     except PrimerlError as error:
         if env.is_debug():
             raise
-        print(f"error: {error}", file=sys.stderr)
+        notice(f"error: {error}")
         code = error.exit_code
     except OSError as error:
         if env.is_debug():
             raise
-        print(f"error: {error.filename or 'system'}: {error.strerror or error}", file=sys.stderr)
+        notice(f"error: {error.filename2 or error.filename or 'system'}: {error.strerror or error}")
         code = ExitCode.FAILED
-    except Exception as error:  # a fault of ours: told in one line as any other
+    except Exception as error:  # A bug is reported in one line as well.
         if env.is_debug():
             raise
-        said = " ".join(str(error).split())
-        print(f"error: {type(error).__name__}: {said}; --debug shows where", file=sys.stderr)
+        notice(f"error: {describe_error(error)}; --debug shows where")
         code = ExitCode.FAILED
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,23 +1,70 @@
-"""Options that several commands share, spelled once."""
+"""Options, arguments and helpers that several commands share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from primerl_hpc.cli.values import PROCESS, PROFILE, PROFILE_KEY, RECIPE, RECIPE_KEY, RUN
 from primerl_hpc.common import env
-from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.errors import ConfigError, ExitCode
+from primerl_hpc.common.log import notice
 
 _CHANGES = "primerl_hpc.profile_overrides"
+_VARIANT = "primerl_hpc.profile_variant"
+_REFUSES_CODE = "primerl_hpc.no_custom_code"
 _JOB_OPTIONS = ("partition", "account", "qos", "time", "reservation")
-"""Keys of ``scheduler`` that differ from run to run and so have a flag of their own, named as sbatch names it."""
+"""Keys of ``scheduler`` that often differ between runs; each has its own flag, named as in sbatch."""
+EXIT_MEANINGS = {
+    ExitCode.DONE: "done",
+    ExitCode.FAILED: "failed",
+    ExitCode.USAGE: "usage error",
+    ExitCode.DATA: "invalid data",
+    ExitCode.NOT_FOUND: "not found",
+    ExitCode.UNAVAILABLE: "scheduler unavailable",
+    ExitCode.OCCUPIED: "occupied or owned by another user",
+    ExitCode.STOPPED: "stopped, state saved",
+    ExitCode.PREEMPTED: "preempted before a save",
+    ExitCode.CONFIG: "invalid configuration",
+    ExitCode.NO_CONTINUE: "cannot continue",
+    ExitCode.BAD_NODE: "bad node excluded",
+}
+"""Short meaning of each exit code, for help texts."""
+RUN_CODES = (ExitCode.NOT_FOUND, ExitCode.OCCUPIED)
+"""Exit codes of commands that read a run."""
+SUBMIT_CODES = (
+    ExitCode.DATA,
+    ExitCode.NOT_FOUND,
+    ExitCode.UNAVAILABLE,
+    ExitCode.OCCUPIED,
+    ExitCode.CONFIG,
+)
+"""Exit codes of commands that submit a run."""
+FOLLOWED_CODES = "With --follow: the exit code of the run, see `primerl-hpc --help`."
+"""Sentence about the exit codes of commands with ``--follow``."""
+
+
+def make_epilog(*examples: str, codes: tuple[ExitCode, ...] = (), more: str = "") -> str:
+    """Return the end of a command's help: examples, then its exit codes.
+
+    ``examples``: command lines without ``primerl-hpc``. ``codes``: exit codes in addition to 0, 1 and 2. ``more``: a
+    sentence about further codes.
+    """
+    heading = "Example:" if len(examples) == 1 else "Examples:"
+    lines = ["\b", heading, *(f"  primerl-hpc {example}" for example in examples), ""]
+    known = sorted({ExitCode.DONE, ExitCode.FAILED, ExitCode.USAGE, *codes})
+    meanings = ", ".join(f"{int(code)} {EXIT_MEANINGS[code]}" for code in known)
+    return "\n".join([*lines, f"Exit codes: {meanings}.{f' {more}' if more else ''}"])
 
 
 def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Collects ``scheduler.time=60`` for `load_chosen_profile`; the flags stand above ``--profile-set``."""
+    """Collect a change such as ``scheduler.time=60`` for `job_changes`; the flags override ``--profile-set``."""
     if value == "":
         raise click.BadParameter("must not be empty")
     if not value:
@@ -30,15 +77,19 @@ def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None
 
 
 def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--profile-set k=v`` and the flags of the most usual keys, e.g. ``--time``; `job_changes` has what they said."""
+    """Add ``--profile-set k=v`` and flags of common keys such as ``--time``; `job_changes` returns their values."""
     for name in reversed(_JOB_OPTIONS):
         flag = click.option(
-            f"--{name}", callback=_note_change, expose_value=False, help=f"scheduler.{name} of the profile."
+            f"--{name}",
+            callback=_note_change,
+            expose_value=False,
+            help=f"Override scheduler.{name} of the profile.",
         )
         function = flag(function)
     change = click.option(
         *("--profile-set", "profile_set"),
         multiple=True,
+        type=PROFILE_KEY,
         metavar="KEY=VALUE",
         callback=_note_change,
         expose_value=False,
@@ -48,30 +99,79 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def job_changes() -> list[str]:
-    """The changes of this command line in the profile, as ``key=value``; later ones win."""
+    """Return the profile changes of this command line as ``key=value``; later ones take precedence."""
     return list(click.get_current_context().meta.get(_CHANGES, ()))
 
 
 choose_profile = click.option(
-    "--profile", "-p", "profile_name", help="Cluster profile: a name or a file. [env: PRIMERL_PROFILE]"
+    "--profile",
+    "-p",
+    "profile_name",
+    type=PROFILE,
+    help="Use this cluster profile, a name or a file. [env: PRIMERL_PROFILE]",
+)
+
+
+def _note_variant(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    ctx.meta[_VARIANT] = value
+
+
+choose_variant = click.option(
+    "--variant",
+    callback=_note_variant,
+    expose_value=False,
+    help="Use this variant of the profile, e.g. debug; `primerl-hpc doctor` lists them.",
 )
 
 
 def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--profile P`` and the `job_options`."""
-    return choose_profile(job_options(function))
+    """Add ``--profile P``, ``--variant V`` and the `job_options`."""
+    return choose_profile(choose_variant(job_options(function)))
 
 
 set_option = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable."
+    "--set",
+    "overrides",
+    type=RECIPE_KEY,
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of the recipe; repeatable.",
 )
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
+
+
+def _note_no_code(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    ctx.meta[_REFUSES_CODE] = value
+
+
+no_custom_code_option = click.option(
+    "--no-custom-code",
+    is_flag=True,
+    callback=_note_no_code,
+    expose_value=False,
+    help="Refuse a recipe that names custom code: packages, import paths, trust_remote_code.",
 )
+
+
+def check_custom_code(recipe: Any) -> None:
+    """Raise ConfigError if the recipe names custom code and ``--no-custom-code`` was given."""
+    from primerl_hpc.recipe.custom_code import refuse_custom_code
+
+    if click.get_current_context().meta.get(_REFUSES_CODE):
+        refuse_custom_code(recipe)
+
+
+def refuse_options(names: Collection[str | None], why: str) -> None:
+    """Raise UsageError if one of the options was given on the command line, where it would have no effect."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        source = option.name in names and context.get_parameter_source(str(option.name))
+        if source == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{option.opts[0]} {why}")
 
 
 def lines_option(default: int, about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--lines N``, ``-n N``"""
+    """Return the option ``--lines N``, ``-n N``."""
     return click.option(
         *("--lines", "-n"),
         type=click.IntRange(min=1),
@@ -83,52 +183,116 @@ def lines_option(default: int, about: str) -> Callable[[Callable[..., Any]], Cal
 
 
 def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--chain N`` and ``--until-done``"""
+    """Add ``--chain N``, ``--until-done``, ``--here`` and ``--budget``; `requested_jobs` returns their values."""
     chain = click.option(
         "--chain",
         "links",
         type=click.IntRange(min=1),
         default=1,
         metavar="N",
-        help="Queue N jobs in a row; each goes on where the walltime ended the one before.",
+        help="Queue N jobs; each continues where the walltime ended the previous one.",
     )
     until_done = click.option(
-        "--until-done", is_flag=True, help="At its walltime a job queues the next one, until the run is done."
+        "--until-done",
+        is_flag=True,
+        help="Let each job queue the next one before its walltime ends, until the run is done.",
     )
-    return chain(until_done(function))
+    here = click.option(
+        "--here",
+        "is_here",
+        is_flag=True,
+        help="Start in the allocation of this shell (salloc), without sbatch. It must have enough nodes.",
+    )
+    budget = click.option(
+        "--budget",
+        metavar="HOURS",
+        help="Save and stop before all attempts together exceed this many hours: 500GPUh or 60nodeh.",
+    )
+    return chain(until_done(here(budget(function))))
 
 
-run_argument = click.argument("run", required=False)
+def requested_jobs(options: dict[str, Any]) -> Any:
+    """Remove the values of `chain_options` from ``options``; return them as a `ChainRequest`."""
+    from primerl_hpc.launch.chain import ChainRequest
+
+    names = ("links", "until_done", "is_here", "budget")
+    return ChainRequest(*(options.pop(name) for name in names))
+
+
+def run_dir_option(about: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option ``--run-dir D``."""
+    return click.option("--run-dir", type=click.Path(path_type=Path), help=about)
+
+
+live_code_option = click.option(
+    "--live-code",
+    "is_live",
+    is_flag=True,
+    help="Run this installation or checkout as it is when the job starts, not a copy of it in the run directory.",
+)
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything and show the plan, but start nothing; with --run-dir also prepare that directory.",
+)
+follow_option = click.option(
+    "--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C stops only the display."
+)
+node_option = click.option("--node", metavar="HOST", help="Use this node of the run.")
+role_option = click.option(
+    "--role",
+    type=PROCESS,
+    metavar="ROLE",
+    help="Use the nodes of this role (trainer) or process (inference-0).",
+)
+run_argument = click.argument("run", type=RUN, required=False)
 
 
 def recipe_and_profile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``RECIPE --profile P --set k=v``"""
-    return click.argument("recipe")(profile_option(set_option(function)))
+    """Add ``RECIPE --profile P --set k=v``."""
+    return click.argument("recipe", type=RECIPE)(profile_option(set_option(function)))
 
 
 def load_both(recipe: str, profile_name: str | None, overrides: tuple[str, ...]) -> tuple[Any, Any]:
-    """The loaded recipe and profile. Raises ConfigError, NotFoundError."""
+    """Load the recipe and the profile. Warnings about the recipe are printed to stderr.
+
+    Raises ConfigError, NotFoundError.
+    """
+    from primerl_hpc.plan.env import cache_variables
     from primerl_hpc.recipe.load import load_recipe
+    from primerl_hpc.recipe.schema.cross_checks import deprecation_warnings
 
     name = profile_name or env.default_profile()
     if name is None:
         from primerl_hpc.common.assets import list_assets
 
-        known = ", ".join(each.removesuffix(".yaml") for each in list_assets("cluster_profiles"))
-        raise ConfigError("no cluster profile was given", mend=f"use --profile with one of: {known}")
+        known = ", ".join(file.removesuffix(".yaml") for file in list_assets("cluster_profiles"))
+        raise ConfigError("no cluster profile was given", hint=f"use --profile with one of: {known}")
     loaded = load_recipe(recipe, overrides=list(overrides))
-    return loaded, for_recipe(load_chosen_profile(name), loaded)
+    show_warnings((*loaded.warnings, *deprecation_warnings(loaded.recipe)))
+    profile = for_recipe(load_chosen_profile(name), loaded)
+    env.set_variables(cache_variables(profile.profile))  # datasets of the recipe are opened in this process
+    return loaded, profile
 
 
 def load_chosen_profile(name: str) -> Any:
-    """The profile with what this command line changes in it. Raises ConfigError, NotFoundError."""
+    """Load the profile and apply the changes of this command line. Raises ConfigError, NotFoundError."""
     from primerl_hpc.cluster.load import load_profile
 
-    return load_profile(name, overrides=job_changes())
+    variant = click.get_current_context().meta.get(_VARIANT)
+    loaded = load_profile(name, overrides=job_changes(), variant=variant)
+    show_warnings(loaded.warnings)
+    return loaded
+
+
+def show_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings to stderr."""
+    for warning in warnings:
+        notice(f"warning: {warning}")
 
 
 def for_recipe(profile: Any, loaded: Any) -> Any:
-    """The profile as it is, but without GPUs for a recipe that starts no engines."""
+    """Return the profile, without GPUs if the recipe starts no engines."""
     if not loaded.recipe.is_external:
         return profile
     from primerl_hpc.launch.evaluate import without_gpus
@@ -137,4 +301,16 @@ def for_recipe(profile: Any, loaded: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
+    """Print one JSON document to stdout."""
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def confirm(question: str) -> bool:
+    """Ask on stderr. Raises UsageError if there is no terminal and no answer, and click.Abort on ^C."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        click.echo(err=True)
+        raise click.UsageError("no answer, because there is no terminal; add --yes to delete") from None

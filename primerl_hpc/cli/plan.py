@@ -1,85 +1,319 @@
-"""``primerl-hpc plan``"""
+"""``primerl-hpc plan``: show what a recipe would run where."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.options import json_option, load_both, print_json, recipe_and_profile
+from primerl_hpc.cli.options import (
+    check_custom_code,
+    json_option,
+    load_both,
+    make_epilog,
+    no_custom_code_option,
+    print_json,
+    recipe_and_profile,
+)
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.log import fold, notice
+from primerl_hpc.observe.text import WIDTH, wrap
 
 if TYPE_CHECKING:
-    from primerl_hpc.plan.types import Plan
+    from primerl_hpc.cluster.load import LoadedProfile
+    from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast
+    from primerl_hpc.plan.types import PhasePlan, Plan, ProcessPlan
+    from primerl_hpc.recipe.load import LoadedRecipe
+    from primerl_hpc.slurm.budget import Budget
 
 ESTIMATE_TIMEOUT_S = 5.0
+"""Seconds to wait for SLURM's estimate of the start time."""
+EPILOG = make_epilog(
+    "plan recipes/reverse_text/tiny.yaml -p local",
+    "plan my.yaml -p h100x64 --set max_steps=200 --json",
+    "plan my.yaml -p h100x64 --why memory.trainer",
+    "plan my.yaml -p h100x64 --nodes 4..32",
+    codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
+)
 
 
-@click.command("plan", epilog="Example:  primerl-hpc plan recipes/reverse_text/tiny.yaml -p local")
+@click.command("plan", epilog=EPILOG)
 @recipe_and_profile
+@click.option(
+    "--why", "figure", metavar="FIGURE", help="Explain a predicted figure: formula, inputs, source."
+)
+@click.option("--compare", is_flag=True, help="Show other layouts, and why they lost.")
+@click.option(
+    "--nodes", "nodes", metavar="A..B", help="Show the best layout and GPU-hours for A, 2A, … B nodes."
+)
+@click.option("--like", metavar="RUN", help="Take the lengths of rollouts from the metrics of this run.")
+@no_custom_code_option
 @json_option
-def command(recipe: str, profile_name: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show what RECIPE would run where, without starting anything."""
-    from primerl_hpc.launch.prepare import preview
+def command(
+    recipe: str, profile_name: str | None, overrides: tuple[str, ...], as_json: bool, **shown: Any
+) -> None:
+    """Show what RECIPE would run where, whether it fits, and how long it takes, without starting anything."""
+    from primerl_hpc.launch.planning.screen import budget_warning
+    from primerl_hpc.recipe.custom_code import code_lines, note_custom_code
 
     loaded, profile = load_both(recipe, profile_name, overrides)
-    plan = preview(loaded, profile)
-    estimate = _estimate(plan, profile)
+    check_custom_code(loaded.recipe)
+    measured = _measured(shown["like"])
+    plan, forecast, warnings = preview_with_warnings(loaded, profile, measured)
+    if shown["figure"] is not None:
+        _show_figure(forecast, shown["figure"], as_json)
+        return
+    if shown["compare"] or shown["nodes"] is not None:
+        _show_alternatives(loaded, profile, forecast, measured, shown, as_json)
+        return
+    estimate, budget = _estimate(plan, profile), _budget(plan, profile)
+    if warning := budget_warning(forecast, budget):
+        warnings.append(warning)
+        notice(f"warning: {warning}")
     if as_json:
-        print_json({**plan.model_dump(mode="json"), "estimate": estimate})
+        more = {
+            "estimate": estimate,
+            "budget": _budget_json(budget),
+            "warnings": warnings,
+            "custom_code": code_lines(loaded.recipe),
+        }
+        print_json({**plan.model_dump(mode="json"), "prediction": forecast.as_json(), **more})
+        note_custom_code(loaded.recipe)
         return
     show_plan(plan)
+    show_forecast(forecast, budget)
     if estimate is not None:
-        click.echo(_in_words(estimate))
+        click.echo("\n".join(fold(line, WIDTH) for line in _format_estimate(estimate).splitlines()))
+    note_custom_code(loaded.recipe)
+
+
+def _measured(like: str | None) -> MeasuredLengths | None:
+    from primerl_hpc.launch.planning.forecast import read_lengths
+    from primerl_hpc.run.registry import find_run
+
+    return read_lengths(find_run(like)) if like is not None else None
+
+
+def show_forecast(forecast: PlanForecast, budget: Budget | None = None) -> None:
+    """Print the prediction, or in one line why there is none."""
+    from primerl_hpc.launch.planning.screen import forecast_lines
+
+    click.echo("\n".join(forecast_lines(forecast, budget)))
+
+
+def _show_figure(forecast: PlanForecast, name: str, as_json: bool) -> None:
+    """Raise NotFoundError for an unknown figure, ConfigError without a prediction."""
+    from primerl_hpc.common.errors import ConfigError
+    from primerl_hpc.launch.planning.screen import why_lines
+
+    if forecast.prediction is None:
+        raise ConfigError(f"no prediction: {forecast.reason}", hint=forecast.hint)
+    figure = forecast.prediction.figure(name)
+    if as_json:
+        print_json(figure.as_dict())
+    else:
+        click.echo("\n".join(why_lines(figure)))
+
+
+def _show_alternatives(
+    loaded: LoadedRecipe,
+    profile: LoadedProfile,
+    forecast: PlanForecast,
+    measured: MeasuredLengths | None,
+    shown: dict[str, Any],
+    as_json: bool,
+) -> None:
+    from primerl_hpc.launch.planning.alternatives import compare_layouts, parse_nodes, scaling
+    from primerl_hpc.launch.planning.screen import compare_lines, scaling_lines
+
+    recipe = loaded.recipe
+    if shown["nodes"] is not None:
+        rows = scaling(recipe, profile.profile, parse_nodes(shown["nodes"]), measured)
+        if as_json:
+            print_json([row.as_json() for row in rows])
+        else:
+            click.echo("\n".join(scaling_lines(rows)))
+        return
+    found, alternatives = compare_layouts(recipe, profile.profile, forecast, measured)
+    if as_json:
+        lost = dict(found.pruned)
+        rows_of = [item.as_json() for item in alternatives]
+        print_json({"layouts": rows_of, "num_layouts": found.num_layouts, "pruned": lost})
+        return
+    click.echo("\n".join(compare_lines(alternatives) if alternatives else wrap(found.reason, "  ")))
+    pruned = ", ".join(f"{number} lost by {reason}" for reason, number in found.pruned.most_common())
+    counts = f"{found.num_layouts} layouts" + (f", {pruned}" if pruned else "")
+    click.echo("\n".join(wrap(counts, "  ")))
+
+
+def preview_with_warnings(
+    loaded: LoadedRecipe, profile: LoadedProfile, measured: MeasuredLengths | None = None
+) -> tuple[Plan, PlanForecast, list[str]]:
+    """Return the plan, its forecast, and what `submit` would refuse as warnings, which are also printed to stderr.
+
+    A missing model or dataset is a warning, because it does not change what runs where.
+    """
+    from primerl_hpc.common.errors import PrimerlError
+    from primerl_hpc.launch.planning.forecast import refuse_misfit
+    from primerl_hpc.launch.prefetch.check import check_needs, prefetch_command
+    from primerl_hpc.launch.software import check_software
+    from primerl_hpc.launch.submission import preview, refuse_untrainable_model
+
+    faults: list[PrimerlError] = []
+    plan, forecast = preview(loaded, profile, faults, measured)
+    uncertain: list[str] = []
+    for check in (
+        lambda: check_software(plan, loaded.document),
+        lambda: refuse_untrainable_model(plan, profile.profile),
+        lambda: refuse_misfit(forecast),
+        lambda: uncertain.extend(check_needs(plan, profile.profile, prefetch_command(loaded, profile))),
+    ):
+        try:
+            check()
+        except PrimerlError as error:
+            faults.append(error)
+    warnings = [f"{fault} (submit refuses this)" for fault in dict.fromkeys(map(str, faults))]
+    warnings += [*uncertain, *forecast.warnings]
+    for warning in warnings:
+        notice(f"warning: {warning}")
+    return plan, forecast, warnings
 
 
 def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
-    """When SLURM would start it, or why it would refuse; None where SLURM is not here or does not say in time."""
+    """Return when SLURM would start the job, why it would refuse it, or why the start is ``unknown``.
+
+    Returns None if the profile does not use SLURM.
+    """
     from primerl_hpc.common.errors import SchedulerError
-    from primerl_hpc.common.sbatch import UnansweredError
-    from primerl_hpc.launch.estimate import estimate_start
-    from primerl_hpc.launch.prepare import make_script
+    from primerl_hpc.launch.prepare import package_root
+    from primerl_hpc.launch.submission import make_script
+    from primerl_hpc.slurm.estimate import estimate_start
+    from primerl_hpc.slurm.sbatch import UnansweredError
 
-    if plan.scheduler != "slurm" or shutil.which("sbatch") is None:
+    if plan.scheduler != "slurm":
         return None
+    if shutil.which("sbatch") is None:
+        return {"unknown": "sbatch is not on this machine"}
     try:
-        return dataclasses.asdict(estimate_start(make_script(plan, profile), timeout_s=ESTIMATE_TIMEOUT_S))
-    except UnansweredError:
-        return None
+        script = make_script(plan, profile, package_root())
+        return dataclasses.asdict(estimate_start(script, timeout_s=ESTIMATE_TIMEOUT_S))
+    except UnansweredError as error:
+        return {"unknown": error.cause}
     except SchedulerError as error:
-        return {"refused": error.cause, "mend": error.mend}
+        return {"refused": error.cause, "hint": error.hint, "details": error.details}
 
 
-def _in_words(estimate: dict[str, Any]) -> str:
+def _budget(plan: Plan, profile: LoadedProfile) -> Budget | None:
+    """Return the GPU-hours that the account of the profile has left; None if that is unknown."""
+    from primerl_hpc.slurm.budget import gpu_budget
+
+    if plan.scheduler != "slurm":
+        return None
+    return gpu_budget(profile.profile.scheduler.charged_account, timeout_s=ESTIMATE_TIMEOUT_S)
+
+
+def _budget_json(budget: Budget | None) -> dict[str, Any] | None:
+    if budget is None:
+        return None
+    return {**dataclasses.asdict(budget), "remaining_hours": budget.remaining_hours}
+
+
+def _format_estimate(estimate: dict[str, Any]) -> str:
+    if "unknown" in estimate:
+        return f"no estimate of the start: {estimate['unknown']}"
     if "refused" in estimate:
-        return f"{estimate['refused']}; {estimate['mend']}" if estimate["mend"] else estimate["refused"]
+        sentence = "; ".join(filter(None, (estimate["refused"], estimate["hint"])))
+        return "\n".join(filter(None, (sentence, estimate["details"])))
     return (
         f"could start {estimate['start'].replace('T', ' ')} on {estimate['nodes']} of {estimate['partition']}"
     )
 
 
 def _nodes_in_words(plan: Plan, kind: str) -> str:
-    cpu = sum(node.is_cpu for node in plan.nodes)
-    words = [f"{len(plan.nodes) - cpu} node(s) of {plan.accelerators_per_node} {kind}"]
-    words += [f"{cpu} of the CPU partition"] if cpu else []
+    words = []
+    # the CPU partition is the first component, and shown last
+    for component in sorted(plan.all_components, key=lambda component: component.is_cpu):
+        number = len(component.nodes)
+        if component.is_cpu:
+            words.append(f"{number} of the CPU partition")
+            continue
+        label = f" ({component.node_type})" if component.node_type else ""
+        words.append(f"{number} node(s) of {component.accelerators_per_node} {kind}{label}")
     words += [f"{plan.spare_nodes} spare"] if plan.spare_nodes else []
     words += [f"{plan.num_elastic} job(s) of one engine"] if plan.num_elastic else []
     return " + ".join(words)
 
 
+def _groups(phase: PhasePlan) -> list[list[ProcessPlan]]:
+    """Return the processes in order, with adjacent ones in one group that differ only in their location."""
+    parts = (phase.processes, phase.elastic)
+    return [list(group) for part in parts for _, group in itertools.groupby(part, _shape)]
+
+
+def _shape(process: ProcessPlan) -> tuple[Any, ...]:
+    return process.role, len(process.nodes), len(process.accelerators), process.on_exit
+
+
+def _row(group: list[ProcessPlan], kind: str, where: str | None) -> tuple[str, str, str, str]:
+    """Return the table row of a group: processes, nodes, accelerators, what their exit means."""
+    first, count = group[0], len(group)
+    if count == 1:
+        taken = f"{kind} {ranges(first.accelerators) or '-'}"
+        return first.name, where or f"on {_nodes_of(first.nodes)}", taken, first.on_exit.value
+    by_node = Counter(node for process in group for node in process.nodes)
+    spread = ""
+    if len(first.nodes) > 1:
+        spread = f", {len(first.nodes)} nodes each"
+    elif len(by_node) > 1 and len(set(by_node.values())) == 1:
+        spread = f", {next(iter(by_node.values()))} a node"
+    number = len(first.accelerators)
+    taken = f"{kind} {number} {'a node' if len(first.nodes) > 1 else 'each'}" if number else f"{kind} -"
+    where = where or f"on {_nodes_of(by_node)}{spread}"
+    return f"{first.role.value} ×{count}", where, taken, first.on_exit.value
+
+
+def _nodes_of(nodes: Iterable[int]) -> str:
+    distinct = sorted(set(nodes))
+    return f"{'node' if len(distinct) == 1 else 'nodes'} {ranges(distinct)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return the text ``0-2,5`` for ``(0, 1, 2, 5)``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
 def show_plan(plan: Plan) -> None:
+    """Print nodes, phases and processes of a plan, and the choices that the planner made."""
     kind = "GPUs" if plan.accelerator == "gpu" else "CPU slots"
-    click.echo(f"{plan.name}: {plan.kind.value} on profile {plan.profile_name} ({plan.scheduler})")
-    click.echo(f"  {_nodes_in_words(plan, kind)}\n")
+    _show(f"{plan.name}: {plan.kind.value} on profile {plan.profile_name} ({plan.scheduler})")
+    _show(f"  {_nodes_in_words(plan, kind)}")
+    click.echo()
     for phase in plan.phases:
         recipe = phase.recipe
         steps = f"{recipe.max_steps} steps, " if recipe.max_steps else ""
-        click.echo(f"phase {phase.name}: {recipe.kind.value}, {steps}model {phase.model_path}")
-        for process in (*phase.processes, *phase.elastic):
-            where = "own job" if process in phase.elastic else f"node {','.join(map(str, process.nodes))}"
-            taken = ",".join(map(str, process.accelerators)) or "-"
-            click.echo(f"  {process.name:<16} {where:<13} {kind} {taken:<17} {process.on_exit.value}")
+        _show(f"phase {phase.name}: {recipe.kind.value}, {steps}model {phase.model_path}")
+        elastic = {process.name for process in phase.elastic}
+        rows = [
+            _row(group, kind, "own jobs" if group[0].name in elastic else None) for group in _groups(phase)
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        for row in rows:
+            _show("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)))
         click.echo()
     for note in plan.notes:
-        click.echo(f"chosen for you: {note}")
+        _show(f"chosen automatically: {note}")
+
+
+def _show(text: str) -> None:
+    click.echo("\n".join(wrap(text, "    ")))

@@ -1,4 +1,4 @@
-"""``primerl-hpc render``"""
+"""``primerl-hpc render``: write the batch scripts of a recipe."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ from pathlib import Path
 
 import click
 
-from primerl_hpc.cli.options import json_option, load_both, print_json, recipe_and_profile
+from primerl_hpc.cli.options import json_option, load_both, make_epilog, print_json, recipe_and_profile
+from primerl_hpc.cli.plan import preview_with_warnings
+from primerl_hpc.common.errors import ExitCode
+
+EPILOG = make_epilog(
+    "render my.yaml -p h100x64 --out scripts/",
+    codes=(ExitCode.NOT_FOUND, ExitCode.OCCUPIED, ExitCode.CONFIG),
+)
 
 
-@click.command("render", epilog="Example:  primerl-hpc render my.yaml -p h100x64 --out scripts/")
+@click.command("render", epilog=EPILOG)
 @recipe_and_profile
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the scripts. [default: print]"
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the scripts to this folder. [default: print them]",
 )
 @json_option
 def command(
     recipe: str, profile_name: str | None, overrides: tuple[str, ...], out: Path | None, as_json: bool
 ) -> None:
-    """Write the batch scripts of RECIPE, and nothing else: the run's, its elastic engines', its export's."""
+    """Write only the batch scripts of RECIPE: those of the run, its elastic engines and its export."""
     from primerl_hpc.common.errors import OccupiedError
     from primerl_hpc.common.files import write_text
-    from primerl_hpc.launch.after import make_scripts
-    from primerl_hpc.launch.prepare import preview
+    from primerl_hpc.launch.prepare import package_root
+    from primerl_hpc.launch.submission import make_scripts
 
     loaded, profile = load_both(recipe, profile_name, overrides)
-    scripts = make_scripts(preview(loaded, profile), profile)
+    plan, _, _ = preview_with_warnings(loaded, profile)
+    scripts = make_scripts(plan, profile, package_root())
     paths = {name: out / name for name in scripts} if out else {}
     for name, path in paths.items():
         if path.exists() and path.read_bytes() != scripts[name].encode():
             raise OccupiedError(
-                "a different script is there already", place=str(path), mend="choose another --out"
+                "a different script already exists", location=str(path), hint="choose another --out"
             )
     for name, path in paths.items():
         write_text(path, scripts[name], mode=0o755)

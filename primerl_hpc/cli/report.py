@@ -1,4 +1,4 @@
-"""``primerl-hpc report``"""
+"""``primerl-hpc report``: write an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ from pathlib import Path
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import RUN_CODES, json_option, make_epilog, print_json
+from primerl_hpc.cli.values import RUN
 
-EPILOG = """\b
-Examples:
-  primerl-hpc report my-run
-  primerl-hpc report my-run --out ~/public_html/my-run.html
-"""
+EPILOG = make_epilog(
+    "report my-run",
+    "report my-run --out ~/public_html/my-run.html",
+    codes=RUN_CODES,
+)
 
 
 @click.command("report", epilog=EPILOG)
-@click.argument("run")
+@click.argument("run", type=RUN)
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to write it. [default: report.html of the run]"
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the report to this file. [default: report.html of the run]",
 )
 @json_option
 def command(run: str, out: Path | None, as_json: bool) -> None:
-    """One HTML page of RUN: curves, evaluations, attempts, hours, faults, recipe and versions.
+    """Write an HTML page about RUN: curves, evaluations, attempts, hours, failures, recipe and versions.
 
-    It needs nothing outside itself, so it can be sent or kept.
+    The page is self-contained, so it can be archived or sent.
     """
     from primerl_hpc.common.files import write_text
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.observe.depth import OneRun
-    from primerl_hpc.observe.diagnose import diagnose
-    from primerl_hpc.observe.report import make_report
-    from primerl_hpc.observe.slurm import JobWatcher
-    from primerl_hpc.observe.usage import Accounting
+    from primerl_hpc.observe.diagnose.diagnose import diagnose
+    from primerl_hpc.observe.report.report import make_report
+    from primerl_hpc.observe.status.job_watcher import JobWatcher
+    from primerl_hpc.observe.status.one_run import OneRun
+    from primerl_hpc.observe.status.usage import Accounting
+    from primerl_hpc.run.access.ownership import check_may_change, check_may_read
+    from primerl_hpc.run.registry import find_run
 
     found = find_run(run)
+    check_may_read(found)
+    if out is None:
+        check_may_change(found, hint="write its report elsewhere with --out FILE")
     view = OneRun(found, JobWatcher(), Accounting())
-    view.look()
+    view.refresh()
     path = out.expanduser() if out is not None else found.report
     write_text(path, make_report(view, diagnose(found)))
     if as_json:

@@ -1,138 +1,214 @@
-"""``primerl-hpc inference|router|prefill|teacher|judge|env-server|orchestrator|trainer|sft|evaluator``: one part of a run by hand.
+"""``primerl-hpc inference|router|…|tracker``: run one process of a prepared run in this terminal.
 
-``inference`` takes a recipe too, which it submits.
+``inference`` also accepts a recipe, which it submits as a job. ``--bench`` of some roles measures them instead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from primerl_hpc.cli.bench import BENCHED, bench_options, run_bench
-from primerl_hpc.cli.options import json_option, load_both
+from primerl_hpc.cli.bench import BENCHED, BenchOptions, bench_options, run_bench
+from primerl_hpc.cli.loop_bench import (
+    OWN_OPTIONS,
+    bench_flag,
+    bench_target,
+    load_options,
+    loop_options,
+    run_load_bench,
+    run_loop_bench,
+    synthetic_option,
+)
+from primerl_hpc.cli.options import (
+    json_option,
+    load_both,
+    make_epilog,
+    profile_option,
+    refuse_options,
+    set_option,
+)
 from primerl_hpc.cli.submit import submit, submit_options
+from primerl_hpc.cli.values import RUN
+from primerl_hpc.common.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from primerl_hpc.run.rundir import RunDir
 
 _ABOUT = {
     "inference": "one vLLM engine, with its control routes",
     "router": "the router in front of the engines",
-    "prefill": "one engine that reads prompts for the others",
+    "prefill": "one engine that only processes prompts",
     "teacher": "one engine of the teacher",
     "judge": "one engine of the judge",
     "env-server": "one verifiers environment server",
-    "orchestrator": "the orchestrator: rollouts, advantages, batches",
+    "orchestrator": "the orchestrator, which turns rollouts into batches,",
     "trainer": "the RL trainer (torchrun starts its ranks)",
     "sft": "the SFT trainer (torchrun starts its ranks)",
     "evaluator": "the evaluator",
-    "tracker": "the tracker, which sends metrics to Weights & Biases",
+    "tracker": "the tracker, which sends metrics to one experiment tracker",
 }
 
 
 SERVED = "inference"
-"""The part that is also a job of its own: a recipe in place of the run is submitted."""
-_OF_A_PART = ("index", "phase")
+"""The command that also submits a recipe, as a job of engines."""
+SAMPLING = "orchestrator"
+"""The command that measures rollouts without a trainer."""
+_PROCESS_OPTIONS = ("index", "phase")
+"""Options that select a process of a run."""
 
 
 def make_command(name: str) -> click.Command:
-    epilog = f"""\b
-Example:
-  primerl-hpc submit my.yaml -p local --dry-run --run-dir /scratch/my-run
-  primerl-hpc {name} /scratch/my-run
-"""
-    about = f"Run {_ABOUT[name]}, in this terminal, against the prepared RUN directory."
-    more: Callable[[Any], Any] = lambda function: function  # noqa: E731
-    if name in BENCHED:
-        epilog += f"  primerl-hpc {name} --bench my.yaml -p local --lengths 512-2048\n"
-        about += "\n\nWith --bench measure it instead, on made-up data; RUN may then be a recipe."
-        more = bench_options
+    """Return the command of the role ``name``."""
+    examples = ["submit my.yaml -p local --dry-run --run-dir /scratch/my-run", f"{name} /scratch/my-run"]
+    about = f"Run {_ABOUT[name]} in this terminal, with the prepared RUN directory."
     if name == SERVED:
-        epilog += f"  primerl-hpc {name} my.yaml -p h100x64 --follow\n"
+        examples.append(f"{name} my.yaml -p h100x64 --follow")
         about += (
-            "\n\nOr submit a recipe of kind inference in place of RUN: a job of its engines behind a router, whose "
-            "address --follow and status print."
+            "\n\nGiven a recipe of kind inference instead of RUN, submit a job of its engines behind a router. "
+            "--follow and the status command print the router's address."
         )
-        more = lambda function: submit_options(json_option(function))  # noqa: E731
+    example, about_bench, more = _bench_of(name)
+    examples += [f"{name} --bench {example}"] if example else []
+    about += about_bench
+    epilog = make_epilog(
+        *examples,
+        codes=(ExitCode.DATA, ExitCode.NOT_FOUND, ExitCode.OCCUPIED, ExitCode.CONFIG),
+        more="Otherwise, the exit code is that of the process.",
+    )
 
     @click.command(name, epilog=epilog, help=about)
-    @click.argument("run", metavar="RUN|RECIPE" if name == SERVED else "RUN")
+    @click.argument("run", type=RUN, metavar="RUN|RECIPE" if name == SERVED else "RUN")
     @click.option(
         "--index",
         type=click.IntRange(min=0),
         default=0,
         metavar="I",
         show_default=True,
-        help="Which one of the role.",
+        help="Select this process of the role.",
     )
-    @click.option("--phase", help="Phase of the plan. [default: the one that has this role]")
+    @click.option("--phase", help="Select this phase of the plan. [default: the one with this role]")
     @more
     def command(run: str, index: int, phase: str | None, **how: Any) -> int | None:
         if how.pop("is_bench", False):
-            run_bench(name, run, index, phase, **how)
+            if name in BENCHED:
+                run_bench(name, run, index, phase, BenchOptions(**how))
+            else:
+                _measure(name, run, how)
             return None
         if name == SERVED and _is_recipe(run):
-            _refuse(_OF_A_PART, "is of one part of a run, and this is a recipe")
+            refuse_options(_PROCESS_OPTIONS, "selects a process of a run, but a recipe was given")
+            refuse_options(OWN_OPTIONS, "needs --bench")
+            how = {key: value for key, value in how.items() if key not in OWN_OPTIONS}
             return _submit(run, **how)
-        others = {each.name for each in click.get_current_context().command.params} - {"run", *_OF_A_PART}
-        _refuse(others, "is for a recipe, and this is a run" if name == SERVED else "belongs to --bench")
+        others = {option.name for option in click.get_current_context().command.params}
+        others -= {"run", *_PROCESS_OPTIONS}
+        refuse_options(OWN_OPTIONS, "needs --bench")
+        refuse_options(others, "is for a recipe, but a run was given" if name == SERVED else "needs --bench")
         _run_role(name.replace("-", "_"), run, index, phase)
         return None
 
     return command
 
 
-def _refuse(names: Collection[str | None], why: str) -> None:
-    """Raises UsageError when one of these options was typed: it would say nothing."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        typed = option.name in names and context.get_parameter_source(str(option.name))
-        if typed == ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{option.opts[0]} {why}")
+def _bench_of(name: str) -> tuple[str, str, Callable[[Any], Any]]:
+    """Return arguments of an example, a paragraph of help, and the options of the role's ``--bench``."""
+    if name in BENCHED:
+        about = "measure its speed on synthetic data instead; RUN may then be a recipe."
+        return "my.yaml -p local --lengths 512-2048", f"\n\nWith --bench, {about}", bench_options
+    if name == SERVED:
+        about = "measure the engines under load instead: tokens/s, TTFT, ITL, KV cache."
+        add = lambda function: submit_options(_load_bench(json_option(function)))  # noqa: E731
+        return "my.yaml -p h100x64 --concurrency 1,8,64 --json", f"\n\nWith --bench, {about}", add
+    if name == SAMPLING:
+        about = "measure rollouts without a trainer instead; RUN may then be a recipe."
+        return "my.yaml -p h100x64 --steps 10 --json", f"\n\nWith --bench, {about}", _sampling_bench
+    return "", "", lambda function: function
 
 
-def _is_recipe(word: str) -> bool:
+def _load_bench(function: Any) -> Any:
+    about = "Measure the engines under load, in a temporary run that then ends."
+    return bench_flag(about)(load_options(function))
+
+
+def _sampling_bench(function: Any) -> Any:
+    flag = bench_flag("Measure rollouts with engines and environments but without a trainer.")
+    return flag(profile_option(set_option(synthetic_option(loop_options(json_option(function))))))
+
+
+def _measure(name: str, target: str, how: dict[str, Any]) -> None:
+    refuse_options(
+        ("run_dir", "dry_run", "follow", "is_live", *_PROCESS_OPTIONS), "does not apply to --bench"
+    )
+    found = bench_target(name, target, how["profile_name"], how["overrides"])
+    if name == SERVED:
+        run_load_bench(found, how, as_json=how["as_json"])
+    else:
+        run_loop_bench(name, found, how, as_json=how["as_json"])
+
+
+def _is_recipe(target: str) -> bool:
     from primerl_hpc.launch.evaluate import find_source
 
-    return isinstance(find_source(word), Path)
+    return isinstance(find_source(target), Path)
 
 
 def _submit(recipe: str, profile_name: str | None, overrides: tuple[str, ...], **how: Any) -> int:
-    from primerl_hpc.common.errors import ConfigError
     from primerl_hpc.common.names import Kind
 
     loaded, profile = load_both(recipe, profile_name, overrides)
     if loaded.recipe.kind != Kind.INFERENCE:
         raise ConfigError(
-            f"a recipe of kind {loaded.recipe.kind} has more than engines",
-            place=recipe,
-            mend="primerl-hpc submit runs all of it; engines alone are a recipe of kind inference",
+            f"a recipe of kind {loaded.recipe.kind} has more processes than engines",
+            location=recipe,
+            hint="run it with primerl-hpc submit, or use a recipe of kind inference",
         )
     return submit(loaded, profile, **how)
 
 
-def _run_role(role: str, word: str, index: int, phase_name: str | None) -> None:
-    """Replace this process by the role's, with the environment the supervisor would give it."""
+def _use_code_of(run: RunDir) -> None:
+    """Start this command again with the run's own copy of the code, if it has one and this is another."""
+    from primerl_hpc.common import env
+    from primerl_hpc.launch.code.keep import code_root, has_copy
+
+    root = code_root(run) if has_copy(run) else None
+    if root is None or Path(root).resolve() == Path(__file__).resolve().parents[2]:
+        return
+    path = env.join_pythonpath(root, os.environ.get(env.PYTHONPATH))
+    environment = {**os.environ, env.PYTHONPATH: path, "PYTHONSAFEPATH": "1"}
+    os.execve(sys.executable, [sys.executable, "-m", "primerl_hpc", *sys.argv[1:]], environment)
+
+
+def _run_role(role: str, target: str, index: int, phase_name: str | None) -> None:
+    """Replace this process by that of the role, with the environment that the supervisor would set."""
+    from primerl_hpc.common import env
     from primerl_hpc.common.files import read_json_or_none
     from primerl_hpc.common.names import Role, process_name
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.common.rundir import ensure_api_key
-    from primerl_hpc.plan.types import load_plan
-    from primerl_hpc.runtime.local_step import visible_accelerators
-    from primerl_hpc.runtime.steps import Launch
+    from primerl_hpc.plan.types import load_plan, with_interpreter
+    from primerl_hpc.run.access.keys import run_keys
+    from primerl_hpc.run.access.ownership import check_own
+    from primerl_hpc.run.registry import find_run
+    from primerl_hpc.runtime.steps.guard import drop_variables
+    from primerl_hpc.runtime.steps.local import visible_accelerators
+    from primerl_hpc.runtime.types import Launch
 
-    run = find_run(word)
-    plan = load_plan(run)
+    run = find_run(target)
+    check_own(run)
+    _use_code_of(run)
+    plan = with_interpreter(load_plan(run), sys.executable)
     phase = plan.phase_of(Role(role), phase_name)
     process = phase.process(process_name(Role(role), index))
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 1))
     launch = Launch(process, run, phase.name, attempt, 0)
-    ensure_api_key(run)
+    run_keys(run, attempt)
     root = str(Path(__file__).resolve().parents[2])
     visible = visible_accelerators(launch, has_gpus=plan.accelerator == "gpu")
     environment = {**os.environ, **visible, **launch.environment}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment[env.PYTHONPATH] = env.join_pythonpath(root, environment.get(env.PYTHONPATH))
+    drop_variables(environment)
     click.echo(f"{process.name}: {' '.join(process.argv)}", err=True)
     os.execvpe(process.argv[0], list(process.argv), environment)

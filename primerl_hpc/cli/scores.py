@@ -1,4 +1,4 @@
-"""``primerl-hpc scores``"""
+"""``primerl-hpc scores``: show the scores of evaluations."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ from pathlib import Path
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json
+from primerl_hpc.cli.options import RUN_CODES, json_option, make_epilog, print_json
+from primerl_hpc.cli.values import RUN
 
-EPILOG = """\b
-Examples:
-  primerl-hpc scores my-run-evaluation
-  primerl-hpc scores my-run --svg held-out.svg
-"""
+EPILOG = make_epilog("scores my-run-evaluation", "scores my-run --svg held-out.svg", codes=RUN_CODES)
 
 
 @click.command("scores", epilog=EPILOG)
-@click.argument("run")
-@click.option("--svg", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
+@click.argument("run", type=RUN)
+@click.option("--svg", type=click.Path(path_type=Path), help="Also write the curves to this SVG file.")
 @json_option
 def command(run: str, svg: Path | None, as_json: bool) -> None:
-    """Scores of RUN: an evaluation's, or those that a training run made on its way.
+    """Show the scores of RUN, an evaluation or a training run with evaluations.
 
-    A row per environment and policy version: mean reward (AVG@K of K samples per task), the chance that one of K is
-    solved (PASS@K) and that all are (PASS^K), tasks, failed rollouts, mean tokens of a completion.
+    Each row is an environment and policy version: mean reward (AVG@K for K samples per task), probability that at least
+    one of K samples solves a task (PASS@K) and that all do (PASS^K), tasks, failed rollouts, mean completion tokens.
     """
-    from primerl_hpc.common.registry import find_run
-    from primerl_hpc.common.scores import read_scores
-    from primerl_hpc.observe.scores import score_text, write_figure
+    from primerl_hpc.observe.report.scores import write_figure
+    from primerl_hpc.observe.table import score_text
+    from primerl_hpc.run.registry import find_run
+    from primerl_hpc.run.scores import read_scores
 
     found = find_run(run)
     scores = read_scores(found)

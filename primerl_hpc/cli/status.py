@@ -1,4 +1,4 @@
-"""``primerl-hpc status``"""
+"""``primerl-hpc status``: show all runs, or one run in detail."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from primerl_hpc.cli.options import json_option, print_json, run_argument
+from primerl_hpc.cli.options import RUN_CODES, json_option, make_epilog, print_json, run_argument
 from primerl_hpc.common.names import RunState
 
 if TYPE_CHECKING:
-    from primerl_hpc.observe.screen import View
+    from primerl_hpc.observe.status.screen import View
 
-EPILOG = """\b
-Examples:
-  primerl-hpc status
-  primerl-hpc status --state failed --name 'math-*'
-  primerl-hpc status reverse-text-tiny-001 --watch
-"""
+EPILOG = make_epilog(
+    "status",
+    "status --state failed --name 'math-*'",
+    "status reverse-text-tiny-001 --watch",
+    codes=RUN_CODES,
+)
 DEFAULT_ROWS = 20
+"""Number of runs to show if stdout is not a terminal."""
 SLURM_TIMEOUT_S = 5.0
-"""A person waits: after this the run's own files have to do, and the screen says so."""
+"""Seconds to wait for SLURM; after that, only the runs' files are used, and the output notes it."""
 
 
 @click.command("status", epilog=EPILOG)
@@ -34,23 +35,23 @@ SLURM_TIMEOUT_S = 5.0
     multiple=True,
     type=click.Choice([state.value for state in RunState]),
     metavar="STATE",
-    help="Runs in this state only (running, failed, …); repeatable.",
+    help="Show only runs in this state (running, failed, …); repeatable.",
 )
-@click.option("--name", "pattern", metavar="GLOB", help="Runs with such names only.")
-@click.option("--all", "is_all", is_flag=True, help="All runs, not as many as fit on the screen.")
+@click.option("--name", "pattern", metavar="GLOB", help="Show only runs with a matching name.")
+@click.option("--all", "is_all", is_flag=True, help="Show all runs, not only as many as fit on the screen.")
 @click.option(
     "--watch",
     "-w",
     "is_watching",
     is_flag=True,
-    help="Redraw until ^C; with --json a line whenever something changed.",
+    help="Redraw until ^C. With --json, print a line for each change.",
 )
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.1),
     default=2.0,
     show_default=True,
-    help="Seconds between redraws; more while nothing changes.",
+    help="Redraw every this many seconds; less often while nothing changes.",
 )
 @json_option
 def command(
@@ -62,34 +63,34 @@ def command(
     interval: float,
     as_json: bool,
 ) -> None:
-    """All runs on one screen, or RUN (a name, its beginning, or a path) in depth.
+    """Show all runs on one screen, or RUN (a name, a prefix of it, or a path) in detail.
 
-    SLURM is asked once for all of them.
+    One SLURM query covers all runs.
     """
-    from primerl_hpc.common.slurm import ask
-    from primerl_hpc.observe.slurm import JobWatcher
+    from primerl_hpc.observe.status.job_watcher import JobWatcher
+    from primerl_hpc.slurm.commands import ask
 
     ask_briefly = partial(ask, timeout_s=SLURM_TIMEOUT_S)
     jobs = JobWatcher(ask_briefly)
     view: View
     if run is None:
-        from primerl_hpc.observe.table import AllRuns
+        from primerl_hpc.observe.status.all_runs import AllRuns
 
         view = AllRuns(jobs, states, pattern, None if is_all else _rows())
     elif states or pattern or is_all:
-        raise click.UsageError("--state, --name and --all choose among all runs: leave RUN out")
+        raise click.UsageError("--state, --name and --all select among all runs; remove RUN")
     else:
-        from primerl_hpc.common.registry import find_run
-        from primerl_hpc.observe.depth import OneRun
-        from primerl_hpc.observe.usage import Accounting
+        from primerl_hpc.observe.status.one_run import OneRun
+        from primerl_hpc.observe.status.usage import Accounting
+        from primerl_hpc.run.registry import find_run
 
         view = OneRun(find_run(run), jobs, Accounting(ask_briefly))
     if is_watching:
-        from primerl_hpc.observe.screen import watch
+        from primerl_hpc.observe.status.screen import watch
 
         watch(view, interval, as_json=as_json)
         return
-    view.look()
+    view.refresh()
     if as_json:
         print_json(view.as_json())
     else:
@@ -97,5 +98,5 @@ def command(
 
 
 def _rows() -> int:
-    """Runs that fit between the table's head and the prompt."""
+    """Return the number of runs that fit between the table's head and the prompt."""
     return max(5, shutil.get_terminal_size().lines - 4) if sys.stdout.isatty() else DEFAULT_ROWS

@@ -1,128 +1,216 @@
-"""``primerl-hpc submit``"""
+"""``primerl-hpc submit``: compile a recipe for a cluster and start it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from primerl_hpc.cli.loop_bench import OWN_OPTIONS, bench_flag, bench_target, loop_options, run_loop_bench
 from primerl_hpc.cli.options import (
+    FOLLOWED_CODES,
+    SUBMIT_CODES,
     chain_options,
+    check_custom_code,
+    confirm,
+    dry_run_option,
+    follow_option,
     json_option,
+    live_code_option,
     load_both,
+    make_epilog,
+    no_custom_code_option,
     print_json,
     profile_option,
+    refuse_options,
+    requested_jobs,
+    run_dir_option,
     set_option,
 )
-from primerl_hpc.observe.text import shown
+from primerl_hpc.cli.values import RECIPE
+from primerl_hpc.common.log import notice
+from primerl_hpc.observe.text import display_path
 
 if TYPE_CHECKING:
     from primerl_hpc.cluster.load import LoadedProfile
+    from primerl_hpc.common.errors import PrimerlError
     from primerl_hpc.launch.chain import ChainRequest
+    from primerl_hpc.plan.types import Plan
     from primerl_hpc.recipe.load import LoadedRecipe
 
-EPILOG = """\b
-Examples:
-  primerl-hpc submit recipes/reverse_text/tiny.yaml -p local --follow
-  primerl-hpc submit my.yaml -p h100x64 --set max_steps=200 --dry-run
-  primerl-hpc submit my.yaml -p h100x64 --partition debug --time 30
-  primerl-hpc submit my.yaml -p h100x64 --profile-set scheduler.exclude=n07
-  primerl-hpc submit my.yaml -p h100x64 --chain 5
-"""
+EPILOG = make_epilog(
+    "submit recipes/reverse_text/tiny.yaml -p local --follow",
+    "submit my.yaml -p h100x64 --set max_steps=200 --dry-run",
+    "submit my.yaml -p h100x64 --partition debug --time 30",
+    "submit my.yaml -p h100x64 --profile-set scheduler.exclude=n07",
+    "submit my.yaml -p h100x64 --chain 5",
+    "submit my.yaml -p h100x64 --here --follow",
+    "submit my.yaml -p h100x64 --chain 9 --budget 500GPUh",
+    "submit my.yaml -p local --run-dir runs/debug --overwrite --yes",
+    "submit my.yaml -p h100x64 --bench --output-tokens 2048 --json",
+    codes=SUBMIT_CODES,
+    more=FOLLOWED_CODES,
+)
+
+_NOT_MEASURED = ("run_dir", "dry_run", "follow", "is_live", "auto_split", "overwrite", "yes")
+_NOT_MEASURED += ("links", "until_done", "is_here", "budget")
 
 
 def submit_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--profile P --set k=v --run-dir D --dry-run --follow``"""
-    run_dir = click.option(
-        "--run-dir",
-        type=click.Path(path_type=Path),
-        help="Where the run lives. [default: runs/<name>-<number>]",
-    )
-    dry_run = click.option(
-        "--dry-run",
-        is_flag=True,
-        help="Check and show everything; with --run-dir also prepare it. Start nothing.",
-    )
-    follow = click.option(
-        "--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C leaves it running."
-    )
-    return profile_option(set_option(run_dir(dry_run(follow(function)))))
+    """Add ``--profile P --set k=v --no-custom-code --run-dir D --dry-run --live-code --follow``."""
+    run_dir = run_dir_option("Create the run in this directory. [default: runs/<name>-<number>]")
+    function = dry_run_option(live_code_option(follow_option(function)))
+    return profile_option(set_option(no_custom_code_option(run_dir(function))))
 
 
 @click.command("submit", epilog=EPILOG)
-@click.argument("recipe")
+@click.argument("recipe", type=RECIPE)
 @submit_options
 @chain_options
+@click.option(
+    "--auto-split",
+    is_flag=True,
+    help="Between jobs, move nodes between engines and trainer if measured rates say that this is faster; sets "
+    "layout.auto_split.",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Delete the earlier run in --run-dir first. Refused unless it is your own run directory without a running or "
+    "queued job.",
+)
+@click.option("--yes", is_flag=True, help="With --overwrite: do not ask.")
+@bench_flag("Measure the complete loop on synthetic rollouts, in a temporary run that then ends.")
+@loop_options
 @json_option
 def command(
     recipe: str,
     profile_name: str | None,
     overrides: tuple[str, ...],
-    links: int,
-    until_done: bool,
+    auto_split: bool,
+    is_bench: bool,
     **how: Any,
 ) -> int:
     """Compile RECIPE for a cluster and start it."""
-    from primerl_hpc.launch.chain import ChainRequest
-
+    bench = {name: how.pop(name) for name in OWN_OPTIONS if name in how}
+    if is_bench:
+        refuse_options(_NOT_MEASURED, "does not apply to --bench")
+        target = bench_target("submit", recipe, profile_name, overrides, may_be_run=False)
+        run_loop_bench("submit", target, bench, as_json=how["as_json"])
+        return 0
+    refuse_options(OWN_OPTIONS, "needs --bench")
+    overrides += ("layout.auto_split=true",) if auto_split else ()
     loaded, profile = load_both(recipe, profile_name, overrides)
-    return submit(loaded, profile, ChainRequest(links, until_done), **how)
+    return submit(loaded, profile, requested_jobs(how), **how)
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """Options of all commands that submit a recipe."""
+
+    run_dir: Path | None
+    dry_run: bool
+    is_live: bool
+    follow: bool
+    as_json: bool
+    overwrite: bool = False
+    yes: bool = False
 
 
 def submit(
-    loaded: LoadedRecipe,
-    profile: LoadedProfile,
-    chain: ChainRequest | None = None,
-    *,
-    run_dir: Path | None,
-    dry_run: bool,
-    follow: bool,
-    as_json: bool,
+    loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest | None = None, **options: Any
 ) -> int:
-    """The exit code: of the run where it is followed."""
-    from primerl_hpc.launch.submit import ONE_JOB, submit_run
+    """Submit the run, or show it with ``dry_run``; ``options``: fields of `SubmitOptions`.
 
-    chain = chain or ONE_JOB
-    if dry_run:
-        return _dry_run(loaded, profile, run_dir, chain, as_json)
-    submitted = submit_run(loaded, profile, run_dir, chain)
+    Returns the exit code; with ``follow``, that of the run.
+    """
+    from primerl_hpc.envs.judges import check_judges
+    from primerl_hpc.envs.tools import check_tools
+    from primerl_hpc.launch.submission import ONE_JOB
+    from primerl_hpc.launch.submit import submit_run
+
+    chain, how = chain or ONE_JOB, SubmitOptions(**options)
+    if chain.is_here and how.dry_run:
+        raise click.UsageError("--here starts a run, --dry-run starts nothing: use one")
+    if how.overwrite and (how.run_dir is None or how.dry_run or (how.as_json and not how.yes)):
+        raise click.UsageError("--overwrite needs --run-dir, excludes --dry-run, and with --json needs --yes")
+    check_custom_code(loaded.recipe)
+    check_tools(loaded.recipe)
+    check_judges(loaded.recipe)
+    if how.dry_run:
+        return _dry_run(loaded, profile, chain, how)
+    make_room = (lambda root: _make_room(root, how)) if how.overwrite else None
+    submitted = submit_run(loaded, profile, how.run_dir, chain, is_live=how.is_live, make_room=make_room)
     root, jobs = submitted.run.root, submitted.links or (submitted.job_id,)
-    if as_json:
+    if how.as_json:
         print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id, "jobs": jobs})
     else:
         click.echo(f"run {root.name} · job {' → '.join(jobs)} ({submitted.plan.scheduler})")
-        click.echo(f"    {shown(root)}")
-    if follow:
-        from primerl_hpc.observe.follow import follow_run
+        click.echo(f"    {display_path(root)}")
+    if how.follow:
+        from primerl_hpc.observe.follow.follow import follow_run
 
-        return follow_run(submitted.run, quiet=as_json)
-    if not as_json:
-        click.echo(f"watch it:  primerl-hpc status {root.name} --watch")
+        return follow_run(submitted.run, quiet=how.as_json)
+    if not how.as_json:
+        click.echo(f"watch it:  primerl-hpc status {shlex.quote(root.name)} --watch")
     return 0
 
 
-def _dry_run(
-    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest, as_json: bool
-) -> int:
-    from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.launch.after import export_script, make_scripts
-    from primerl_hpc.launch.prepare import engines_script, job_script
-    from primerl_hpc.launch.submit import check_run, prepare_run
+def _make_room(root: Path, how: SubmitOptions) -> None:
+    """Delete the earlier run at ``root`` if the user agrees. Raises OccupiedError, or click.Abort if not."""
+    from primerl_hpc.launch.storage.overwrite import delete_run, find_earlier
+    from primerl_hpc.launch.storage.usage import format_bytes
 
-    if run_dir is not None:
-        run, plan = prepare_run(loaded, profile, run_dir, chain)
+    earlier = find_earlier(root)
+    if earlier is None:
+        return
+    amount = earlier.amount
+    size = f"{amount.num_files:,} files, {format_bytes(amount.size_bytes)}"
+    click.echo(f"{display_path(root)}: an earlier run, {size}", err=True)
+    if not how.yes and not confirm("delete it?"):
+        raise click.Abort
+    delete_run(earlier)
+
+
+def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
+    """Print a warning for missing weights; raise the error about any other file: a dry run shows a complete plan."""
+    names = {name for phase in plan.phases for name in (phase.recipe.model.name, phase.model_path)}
+    names |= {block.model.name for phase in plan.phases for block in phase.recipe.served_models.values()}
+    for error in missing:
+        if not any(name in error.cause for name in names):
+            raise error
+    for fault in dict.fromkeys(map(str, missing)):
+        notice(f"warning: {fault} (submit refuses this)")
+
+
+def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, how: SubmitOptions) -> int:
+    from primerl_hpc.cli.plan import show_plan
+    from primerl_hpc.launch.follow_up import export_script
+    from primerl_hpc.launch.planning.forecast import hub_variables
+    from primerl_hpc.launch.planning.model_config import has_config
+    from primerl_hpc.launch.prepare import engines_script, job_script
+    from primerl_hpc.launch.submission import check_run
+    from primerl_hpc.launch.submit import prepare_run
+
+    if how.run_dir is not None:
+        run, plan = prepare_run(loaded, profile, how.run_dir, chain, is_live=how.is_live)
         path = job_script(run)
-        every = (path, engines_script(run), export_script(run))
-        scripts = {each.name: each.read_text() for each in every if each.is_file()}
+        files = (path, engines_script(run), export_script(run))
+        scripts = {file.name: file.read_text() for file in files if file.is_file()}
     else:
-        plan, path = check_run(loaded, profile, chain), None
-        scripts = make_scripts(plan, profile)
-    if as_json:
-        made = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
-        print_json({"plan": plan.model_dump(mode="json"), **made})
+        recipe = loaded.recipe
+        is_known = has_config(recipe.model.name, hub_variables(recipe, profile.profile))
+        missing: list[PrimerlError] | None = [] if is_known else None
+        checked, path = check_run(loaded, profile, chain, missing=missing, is_live=how.is_live), None
+        plan, scripts = checked.plan, checked.scripts
+        _warn_of_missing_weights(missing or [], plan)
+    if how.as_json:
+        found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        print_json({"plan": plan.model_dump(mode="json"), **found})
         return 0
     show_plan(plan)
     for name, script in scripts.items():
@@ -130,7 +218,7 @@ def _dry_run(
         click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
     launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
     if path is not None:
-        click.echo(f"prepared; start it by hand with:  {launcher} {shlex.quote(str(path))}")
+        click.echo(f"prepared; start it manually with:  {launcher} {shlex.quote(str(path))}")
     else:
-        click.echo("nothing was written or started; --run-dir D prepares D as well")
+        click.echo("nothing was written or started; --run-dir D also prepares the directory D")
     return 0

@@ -1,18 +1,59 @@
-"""Profile keys as ``sbatch`` options: the one table of their names, and the options of a profile in the order of the script.
+"""Convert profile keys to ``sbatch`` and ``srun`` options: the table of names, and the order in the script.
 
     options(profile.scheduler, profile.node)      # [("partition", "gpu"), ("exclusive", None), ("gres", "gpu:8"), …]
 
-A value of None is an option without value. How a value is quoted is the renderer's business.
+An option without a value has the value None. The renderer quotes values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from primerl_hpc.cluster.schema import Node, Scheduler
+import re
+from typing import Literal, Protocol
 
 Option = tuple[str, str | None]
+
+
+class SchedulerKeys(Protocol):
+    """The keys of `scheduler_schema.Scheduler` that are read by attribute; `OPTION_OF_KEY` names the others."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def exclusive(self) -> bool | str: ...
+    @property
+    def gpu_request(self) -> str: ...
+    @property
+    def gpu_type(self) -> str | None: ...
+    @property
+    def gres(self) -> tuple[str, ...]: ...
+    @property
+    def licenses(self) -> tuple[str, ...]: ...
+    @property
+    def mail_type(self) -> tuple[str, ...]: ...
+    @property
+    def extra(self) -> tuple[str, ...]: ...
+    @property
+    def mpi(self) -> str | None: ...
+    @property
+    def srun_extra(self) -> tuple[str, ...]: ...
+    @property
+    def charged_account(self) -> str | None: ...
+
+
+class NodeKeys(Protocol):
+    """The keys of `node_types.Node` that determine options."""
+
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def gpu(self) -> str | None: ...
+    @property
+    def gpu_vendor(self) -> Literal["nvidia", "amd"] | None: ...
+    @property
+    def cores(self) -> int: ...
+    @property
+    def threads_per_core(self) -> int | None: ...
+
 
 OPTION_OF_KEY = {
     "partition": "partition",
@@ -30,6 +71,7 @@ OPTION_OF_KEY = {
     "nodelist": "nodelist",
     "exclude": "exclude",
     "switches": "switches",
+    "segment": "segment",
     "hint": "hint",
     "licenses": "licenses",
     "dependency": "dependency",
@@ -42,7 +84,7 @@ OPTION_OF_KEY = {
     "requeue": "requeue",
     "signal_margin_s": "signal",
 }
-"""Profile keys of `Scheduler` → the ``sbatch`` option that each becomes."""
+"""Keys of `scheduler_schema.Scheduler` → ``sbatch`` options."""
 
 OWN_OPTIONS = frozenset(
     (
@@ -51,7 +93,7 @@ OWN_OPTIONS = frozenset(
         *("array", "export", "wait", "wrap", "test-only", "parsable", "quiet", "hold", "kill-on-invalid-dep"),
     )
 )
-"""Options that the plan or the supervisor decide; a second one in the script would break the run in silence."""
+"""Options set by the plan or the supervisor; a second one in the script would silently break the run."""
 
 OWN_STEP_OPTIONS = frozenset(
     (
@@ -60,21 +102,28 @@ OWN_STEP_OPTIONS = frozenset(
         *("open-mode", "wait"),
     )
 )
-"""Options of srun that a step of ours has (`runtime/srun_step.py`), or that its ending and its log rely on."""
+"""srun options that `runtime/steps/srun.py` sets, or on which its exit status and logs depend."""
 
-_PLAIN_KEYS = ("partition", "account", "qos", "constraint", "reservation", "time", "time_min")
-_LATER_KEYS = ("nodelist", "exclude", "switches", "hint")
+NODE_OPTIONS = {"threads-per-core": "node.threads_per_core"}
+"""Options that keys of other blocks determine."""
+
+_PLAIN_KEYS = ("qos", "constraint", "reservation", "time", "time_min")
+_LATER_KEYS = ("nodelist", "exclude", "switches", "segment", "hint")
 _LAST_KEYS = ("dependency", "begin", "nice", "wckey", "comment")
 
 
-def options(scheduler: Scheduler, node: Node) -> list[Option]:
-    """What the site's profile asks of sbatch for nodes of one shape, but for their number."""
+def options(scheduler: SchedulerKeys, node: NodeKeys, num_nodes: int = 1) -> list[Option]:
+    """Return the sbatch options of a profile for nodes of one shape, without the number of nodes."""
+    account, threads = scheduler.charged_account, node.threads_per_core
     return [
+        *_set_keys(scheduler, ("partition",)),
+        *([("account", account)] if account is not None else []),
         *_set_keys(scheduler, _PLAIN_KEYS),
         *_memory(scheduler),
         *_sharing(scheduler),
-        *_accelerators(scheduler, node),
+        *_accelerators(scheduler, node, num_nodes),
         *([("cpus-per-task", str(node.cores))] if node.cores > 1 else []),
+        *([("threads-per-core", str(threads))] if threads is not None else []),
         *_set_keys(scheduler, _LATER_KEYS),
         *([("licenses", ",".join(scheduler.licenses))] if scheduler.licenses else []),
         *_set_keys(scheduler, _LAST_KEYS),
@@ -90,30 +139,44 @@ def parse_option(text: str) -> Option:
     return name, value if equals else None
 
 
-def _set_keys(scheduler: Scheduler, keys: tuple[str, ...]) -> list[Option]:
+def srun_args(scheduler: SchedulerKeys) -> tuple[str, ...]:
+    """Return the arguments of every srun: ``mpi``, unless ``srun_extra`` sets it, and ``srun_extra``."""
+    is_named = any(parse_option(text)[0] == "mpi" for text in scheduler.srun_extra)
+    is_default = scheduler.mpi is None or is_named or scheduler.type == "local"
+    return (*(() if is_default else (f"--mpi={scheduler.mpi}",)), *scheduler.srun_extra)
+
+
+def gpu_vendor(node: NodeKeys) -> Literal["nvidia", "amd"]:
+    """Return the profile's ``gpu_vendor``, or derive it from the name: AMD's accelerators are named MI and a number."""
+    is_amd = re.search(r"\b(MI\d|AMD|Instinct|Radeon)", node.gpu or "", re.IGNORECASE) is not None
+    return node.gpu_vendor or ("amd" if is_amd else "nvidia")
+
+
+def _set_keys(scheduler: SchedulerKeys, keys: tuple[str, ...]) -> list[Option]:
     return [
         (OPTION_OF_KEY[key], str(value)) for key in keys if (value := getattr(scheduler, key)) is not None
     ]
 
 
-def _memory(scheduler: Scheduler) -> list[Option]:
+def _memory(scheduler: SchedulerKeys) -> list[Option]:
     per_unit = _set_keys(scheduler, ("memory_per_cpu", "memory_per_gpu"))
     return per_unit or _set_keys(scheduler, ("memory",))
 
 
-def _sharing(scheduler: Scheduler) -> list[Option]:
+def _sharing(scheduler: SchedulerKeys) -> list[Option]:
     if scheduler.exclusive is False:
         return []
     return [("exclusive", None if scheduler.exclusive is True else scheduler.exclusive)]
 
 
-def _accelerators(scheduler: Scheduler, node: Node) -> list[Option]:
-    """GPUs in the site's spelling; ``--gres`` also carries every other generic resource of a node."""
-    count = f"{scheduler.gpu_type}:{node.gpus}" if scheduler.gpu_type else str(node.gpus)
-    asked = scheduler.gpu_request if node.gpus else "none"
-    gres = [f"gpu:{count}"] if asked == "gres" else []
+def _accelerators(scheduler: SchedulerKeys, node: NodeKeys, num_nodes: int) -> list[Option]:
+    """Return the GPU options in the site's form; ``--gres`` also contains the other generic resources of a node."""
+    num_gpus = node.gpus * (num_nodes if scheduler.gpu_request == "gpus" else 1)
+    count = f"{scheduler.gpu_type}:{num_gpus}" if scheduler.gpu_type else str(num_gpus)
+    request = scheduler.gpu_request if node.gpus else "none"
+    gres = [f"gpu:{count}"] if request == "gres" else []
     gres += scheduler.gres
     return [
         *([("gres", ",".join(gres))] if gres else []),
-        *([(asked, count)] if asked not in ("gres", "none") else []),
+        *([(request, count)] if request not in ("gres", "none") else []),
     ]

@@ -1,6 +1,5 @@
-"""What every other folder may use: errors, files, the run directory, names, time, assets. Imports nothing heavy.
+"""Helpers that every other folder may use. None of them imports a heavy library.
 
-Reading order: errors → names → env → files, lock, leases → rundir → rendezvous, listen, restart_requests, long_call → events,
-metrics, scores → assets, registry, importing → yamldoc, block, validate (YAML to blocks) → slurm, sbatch, chain → patience,
-tail, log → chatml.
+Reading order: errors → names → env → package → files → assets, importing → document, block, validate (YAML to frozen
+blocks) → waiting → log. Subfolders: safety (untrusted text and data), node (CPUs next to GPUs).
 """

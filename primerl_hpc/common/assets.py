@@ -1,48 +1,63 @@
-"""Finds recipes, profiles and templates: the user's own first, then a checkout's, then the installed ones.
+"""Find recipes, profiles and templates: first the user's, then a checkout's, then the installed ones.
 
-Order for ``find_asset("cluster_profiles", "local")``: ``<state home>/cluster_profiles``, the checkout this package
-lies in, ``share/primerl-hpc`` of the installation. An explicit path is the caller's business.
+``find_asset("cluster_profiles", "local")`` searches ``<state home>/cluster_profiles``, the checkout that contains this
+package, and ``share/primerl-hpc`` of the installation, in this order. Explicit paths are handled by the caller.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 from functools import cache
 from pathlib import Path
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.common.safety.odd_text import check_path_text
 
 KINDS = ("recipes", "cluster_profiles", "templates")
 
 
 @cache
 def asset_roots() -> tuple[Path, ...]:
-    """Folders that may hold ``recipes/``, ``cluster_profiles/`` and ``templates/``, best first.
+    """Return the folders with ``recipes/``, ``cluster_profiles/`` and ``templates/``, highest priority first.
 
-    An installation keeps them in ``share/primerl-hpc`` of its prefix, some levels above the package: virtual
-    environments, ``--user``, ``--prefix`` and ``--target`` alike.
+    An installation stores them in ``share/primerl-hpc`` of its prefix, a few levels above the package. This holds for
+    virtual environments, ``--user``, ``--prefix`` and ``--target``.
     """
+    check_path_text(env.state_home(), env.HOME)
     package = Path(__file__).resolve().parents[1]
     installed = [folder / "share" / "primerl-hpc" for folder in list(package.parents)[:4]]
-    roots = [env.state_home(), package.parent, *installed]
-    return tuple(root for root in roots if root.is_dir())
+    trusted = [root for root in installed if _is_trusted(root)]
+    return tuple(root for root in (env.state_home(), package.parent, *trusted) if root.is_dir())
+
+
+def _is_trusted(folder: Path) -> bool:
+    """True if the user or root owns ``folder``: profiles run commands, and folders above a checkout may be shared."""
+    try:
+        return folder.stat().st_uid in (os.geteuid(), 0)
+    except OSError:
+        return False
 
 
 def find_asset(kind: str, name: str) -> Path:
-    """The YAML file ``<root>/<kind>/<name>`` of the best root that has it; a name may lack the suffix, and have dots of its own.
+    """Return the file ``<root>/<kind>/<name>`` or ``<name>.yaml`` from the first root that contains it.
 
-    Raises NotFoundError listing what there is of that kind.
+    Raises NotFoundError with the name of that kind that is most similar, or with all known names.
     """
     for root in asset_roots():
         for path in (root / kind / name, root / kind / f"{name}.yaml"):
             if path.is_file():
                 return path
-    known = ", ".join(each.removesuffix(".yaml") for each in list_assets(kind)) or "none"
-    raise NotFoundError(f"no '{name}' among the {kind.replace('_', ' ')}", mend=f"known: {known}")
+    known = [asset.removesuffix(".yaml") for asset in list_assets(kind)]
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), known, n=1, cutoff=0.8)
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
+    hint = "it is a folder; give the path of a YAML file" if Path(name).is_dir() else hint
+    raise NotFoundError(f"no '{name}' among the {kind.replace('_', ' ')}", hint=hint)
 
 
 def list_assets(kind: str, pattern: str = "*.yaml") -> list[str]:
-    """Names (relative paths) of all assets of a kind, from every root."""
+    """Return the relative paths of all assets of a kind in all roots, sorted."""
     names = {
         str(path.relative_to(root / kind)) for root in asset_roots() for path in (root / kind).rglob(pattern)
     }
@@ -50,8 +65,11 @@ def list_assets(kind: str, pattern: str = "*.yaml") -> list[str]:
 
 
 def template_dirs() -> list[Path]:
-    """Folders of sbatch templates, best first: PRIMERL_TEMPLATES, the state home's, then the shipped ones."""
-    own = [env.templates(), env.state_home() / "templates" / "sbatch"]
+    """Return the folders of sbatch templates, highest priority first: PRIMERL_TEMPLATES, the state home's, the shipped
+    ones."""
+    if (folder := env.templates()) is not None:
+        check_path_text(folder, env.TEMPLATES)
+    own = [folder, env.state_home() / "templates" / "sbatch"]
     return [*(path for path in own if path is not None and path.is_dir()), *shipped_template_dirs()]
 
 

@@ -1,4 +1,4 @@
-"""The base of every YAML block: frozen, unknown keys refused, no silent coercion of types."""
+"""Base class and field types of YAML blocks: frozen, unknown keys rejected, no implicit type conversion."""
 
 from __future__ import annotations
 
@@ -7,21 +7,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from primerl_hpc.common.safety.secret_values import is_secret
+
 
 class Block(BaseModel):
-    """One YAML block. A field's meaning is the docstring under it; `explain` and `schema` print it."""
+    """One YAML block. The docstring under a field documents it; `explain` and `schema` print it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def _check_variables(value: dict[str, str]) -> dict[str, str]:
+Inherited = dict[Literal["from"], Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]]
+"""``{from: HF_TOKEN}``: a process takes the value from the environment of the submitter, so that it is written to no
+file."""
+
+
+def _check_variables(value: VariableMap) -> VariableMap:
     for name, text in value.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} cannot be the name of an environment variable")
+            raise ValueError(f"{name!r} is not a valid name of an environment variable")
         if name.startswith("PRIMERL_"):
-            raise ValueError(f"{name} is set by the run itself")
+            raise ValueError(f"{name} is reserved: the run sets it")
+        if isinstance(text, dict):
+            continue
         if "\0" in text:
-            raise ValueError(f"the value of {name} has a NUL character")
+            raise ValueError(f"the value of {name} contains a NUL character")
+        if is_secret(name, text):
+            raise ValueError(
+                f"the value of {name} looks like a secret and would be copied into plans and reports; "
+                f"export the variable where you submit and write {name}: {{from: {name}}}"
+            )
     return value
 
 
@@ -36,13 +50,14 @@ PositiveFraction = Annotated[float, Field(strict=True, gt=0, le=1)]
 FractionBelowOne = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Bool = Annotated[bool, Field(strict=True)]
 Auto = Literal["auto"]
-Variables = Annotated[dict[str, str], AfterValidator(_check_variables)]
-"""Environment variables of processes; ours are not among them."""
+VariableMap = dict[str, str | Inherited]
+Variables = Annotated[VariableMap, AfterValidator(_check_variables)]
+"""Environment variables of processes, except PRIMERL_* ones."""
 Scalar = str | Bool | Int | Float | None
 
 
 def default_type(name: str) -> BeforeValidator:
-    """For unions told apart by ``type``: a block that does not say its type is a ``name``."""
+    """Return a validator for unions that are discriminated by ``type``: blocks without a type get the type ``name``."""
 
     def add(value: Any) -> Any:
         return {"type": name, **value} if isinstance(value, dict) else value

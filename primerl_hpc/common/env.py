@@ -1,40 +1,59 @@
-"""Every environment variable the project reads or writes for itself. No other module reads os.environ for these.
+"""All environment variables of the project. No other module reads them from os.environ, except the guard
+(`runtime/steps`), which uses the standard library only.
 
-Variables a user may set: ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR``
-(where run directories are made), ``PRIMERL_PROFILE``, ``PRIMERL_TEMPLATES`` (a folder of your own sbatch templates),
-``PRIMERL_DEBUG``; and ``PRIMERL_<KEY>`` with ``__`` between
-levels for recipe keys (``PRIMERL_OPTIMIZER__LR=1e-5``, ``PRIMERL_ENV__HF_HOME=/x``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>`` for keys of
-the cluster profile (``PRIMERL_PROFILE__SCHEDULER__TIME=02:00:00``), see ``cluster/load.py``.
+Users may set ``PRIMERL_HOME`` (state, default ``~/.local/state/primerl-hpc``), ``PRIMERL_RUNS_DIR`` (parent folder of
+run directories), ``PRIMERL_PROFILE``, ``PRIMERL_TEMPLATES`` (a folder of custom sbatch templates) and
+``PRIMERL_DEBUG``. ``PRIMERL_LOG_LEVEL`` and ``PRIMERL_VF_LOG_LEVEL`` set the recipe keys ``log.level`` and
+``log.verifiers`` if no file sets them. ``PRIMERL_<KEY>`` with ``__`` between levels sets a recipe key that no file sets
+(``PRIMERL_OPTIMIZER__LR=1e-5``, ``PRIMERL_ENV__HF_HOME=/x``), see ``recipe/load.py``; ``PRIMERL_PROFILE__<KEY>``
+does the same for a key of the cluster profile (``PRIMERL_PROFILE__SCHEDULER__ACCOUNT=proj``), see
+``cluster/load.py``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-RUN_DIR = "PRIMERL_RUN_DIR"  # set for every process of a run
-PROCESS = "PRIMERL_PROCESS"  # its name, e.g. inference-0
+RUN_DIR = "PRIMERL_RUN_DIR"  # set for all processes of a run
+PROCESS = "PRIMERL_PROCESS"  # name of the process, e.g. inference-0
 PHASE = "PRIMERL_PHASE"
 ATTEMPT = "PRIMERL_ATTEMPT"
 INCARNATION = "PRIMERL_INCARNATION"  # counts restarts of one process inside an attempt
-ENGINE_API_KEY = (
-    "PRIMERL_ENGINE_API_KEY"  # only ever set for child processes, never written to a file but the 0600 one
-)
-NO_KEY = "PRIMERL_NO_KEY"  # never set: a client that names its key by this variable has none
+ENGINE_API_KEY = "PRIMERL_ENGINE_API_KEY"  # set only for child processes; stored only in a file of mode 0600
+NO_KEY = "PRIMERL_NO_KEY"  # never set: used as the key's variable by clients that need no key
 
-INTERFACE = "PRIMERL_INTERFACE"  # network.interface of the profile, for every process of a run
-MIRROR = "PRIMERL_MIRROR"  # an engine's folder on its node, inherited by its workers
+PACKAGE = "PRIMERL_PACKAGE"  # copy of the package that a process must run (`common/package.py`)
+PYTHONPATH = "PYTHONPATH"
+INTERFACE = "PRIMERL_INTERFACE"  # network.interface of the profile
+HOST_SUFFIX = "PRIMERL_HOST_SUFFIX"  # network.host_suffix of the profile
+BINDING = "PRIMERL_BINDING"  # JSON: CPUs of the accelerators of a process (common/node/binding.py)
+SCRATCH = "PRIMERL_SCRATCH"  # node-local folder of the profile, with variables that the guard expands
+PRIVATE_TMP = (
+    "PRIMERL_PRIVATE_TMP"  # name of the run's temporary folder on each node (runtime/steps/private_tmp.py)
+)
+STAGE_MODELS = "PRIMERL_STAGE_MODELS"  # JSON: nodes that copy the base model (transport/base_models)
+COMPILE_STORE = "PRIMERL_COMPILE_STORE"  # JSON: folder and size of kept compile caches (common/node)
+KEPT = "PRIMERL_KEPT_ENV"  # patterns of the variables that the guard passes to a process
+STORE = "PRIMERL_STORE"  # host:port of the rendezvous store of a trainer's ranks, set by their agent
+MIRROR = "PRIMERL_MIRROR"  # node-local folder of an engine, inherited by its workers
 
 HOME = "PRIMERL_HOME"
 RUNS_DIR = "PRIMERL_RUNS_DIR"
 PROFILE = "PRIMERL_PROFILE"
 TEMPLATES = "PRIMERL_TEMPLATES"
 DEBUG = "PRIMERL_DEBUG"
-VENV = "PRIMERL_VENV"  # of tools/install: who exported it for that runs us next
-NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # torch's, read when a process group of NCCL is made
+ENV_INDEX = "PRIMERL_ENV_INDEX"  # index of packages of environments
+VENV = "PRIMERL_VENV"  # read by tools/install; users may have exported it
+WANDB_MODE = "WANDB_MODE"  # of wandb: online, offline, disabled, shared
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # of torch, read when an NCCL process group is created
 _PROFILE_PREFIX = "PRIMERL_PROFILE__"
+_SHORT_NAMES = {"PRIMERL_LOG_LEVEL": "LOG__LEVEL", "PRIMERL_VF_LOG_LEVEL": "LOG__VERIFIERS"}
+"""Variables of recipe keys whose names do not follow from the keys."""
 
 RESERVED = frozenset(
     {
@@ -45,40 +64,55 @@ RESERVED = frozenset(
         INCARNATION,
         ENGINE_API_KEY,
         NO_KEY,
+        PACKAGE,
         INTERFACE,
+        HOST_SUFFIX,
+        SCRATCH,
+        BINDING,
+        KEPT,
+        STAGE_MODELS,
+        COMPILE_STORE,
+        PRIVATE_TMP,
+        STORE,
         MIRROR,
         HOME,
         RUNS_DIR,
         PROFILE,
         TEMPLATES,
         DEBUG,
+        ENV_INDEX,
         VENV,
     }
 )
 
 
 Override = tuple[str, str, str]
-"""A variable's name, the part of it that names a key (``OPTIMIZER__LR``), and its value."""
+"""Name of a variable, the part that names a key (``OPTIMIZER__LR``), and the value."""
 
 
 def recipe_overrides(environ: Mapping[str, str] | None = None) -> list[Override]:
-    """Of ``PRIMERL_OPTIMIZER__LR`` and its like, sorted by name; the variables above are not overrides."""
-    every = _starting_with("PRIMERL_", environ)
-    return [each for each in every if each[0] not in RESERVED and not each[0].startswith(_PROFILE_PREFIX)]
+    """Return ``PRIMERL_OPTIMIZER__LR`` and other overrides of recipe keys, sorted by name, without reserved
+    variables."""
+    found = _starting_with("PRIMERL_", environ)
+    return [
+        (name, _SHORT_NAMES.get(name, key), value)
+        for name, key, value in found
+        if name not in RESERVED and not name.startswith(_PROFILE_PREFIX)
+    ]
 
 
 def profile_overrides(environ: Mapping[str, str] | None = None) -> list[Override]:
-    """Of ``PRIMERL_PROFILE__SCHEDULER__TIME`` and its like, sorted by name."""
+    """Return ``PRIMERL_PROFILE__SCHEDULER__TIME`` and other overrides of profile keys, sorted by name."""
     return _starting_with(_PROFILE_PREFIX, environ)
 
 
 def _starting_with(prefix: str, environ: Mapping[str, str] | None) -> list[Override]:
-    every = sorted((os.environ if environ is None else environ).items())
-    return [(name, name.removeprefix(prefix), value) for name, value in every if name.startswith(prefix)]
+    variables = sorted((os.environ if environ is None else environ).items())
+    return [(name, name.removeprefix(prefix), value) for name, value in variables if name.startswith(prefix)]
 
 
 def state_home() -> Path:
-    """Folder for the registry of runs, the user's own recipes, profiles and templates. Not created here."""
+    """Return the folder of the run registry and of the user's recipes, profiles and templates, without creating it."""
     if home := os.environ.get(HOME):
         return Path(home).expanduser()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -97,6 +131,10 @@ def templates() -> Path | None:
     return Path(folder).expanduser() if (folder := os.environ.get(TEMPLATES)) else None
 
 
+def wandb_mode() -> str | None:
+    return os.environ.get(WANDB_MODE) or None
+
+
 def is_debug() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0", "false")
 
@@ -109,8 +147,8 @@ def incarnation() -> int:
     return int(os.environ.get(INCARNATION, "0"))
 
 
-def life() -> str:
-    """Of this process among all that had its name in the run: incarnations are counted anew in every attempt."""
+def instance_id() -> str:
+    """Return the unique id of this process instance: ``<attempt>.<incarnation>``."""
     return f"{attempt()}.{incarnation()}"
 
 
@@ -118,34 +156,114 @@ def process() -> str:
     return os.environ.get(PROCESS, "")
 
 
+def model_readers() -> dict[str, Any] | None:
+    """Return which nodes load the model of this process (`plan.env.readers_env`); None if it is not copied to them."""
+    text = os.environ.get(STAGE_MODELS)
+    return json.loads(text) if text else None
+
+
+def compile_store() -> dict[str, Any] | None:
+    """Return ``{"folder", "max_gib"}`` of the compile caches that the profile keeps; None if it keeps none."""
+    text = os.environ.get(COMPILE_STORE)
+    return json.loads(text) if text else None
+
+
+def private_tmp() -> Path | None:
+    """Return the run's private folder on this node; None for a process without a guard."""
+    folder = os.environ.get("TMPDIR")
+    return Path(folder) if os.environ.get(PRIVATE_TMP) and folder else None
+
+
+def package() -> str | None:
+    return os.environ.get(PACKAGE) or None
+
+
+def join_pythonpath(*values: str | None) -> str:
+    """Join several values of PYTHONPATH in this order, without duplicate folders."""
+    folders = [folder for value in values if value for folder in value.split(os.pathsep) if folder]
+    return os.pathsep.join(dict.fromkeys(folders))
+
+
+def role_pythonpath(*own: str | None) -> dict[str, str]:
+    """Return PYTHONPATH for a process that requests the folders ``own``; empty if it inherits this process's value.
+
+    If this package was found through PYTHONPATH, its folder remains first, so that a role imports the same copy.
+    """
+    inherited = os.environ.get(PYTHONPATH)
+    if not any(own):
+        return {}
+    root = Path(__file__).resolve().parents[2]
+    folders = (inherited or "").split(os.pathsep)
+    first = next((folder for folder in folders if folder and Path(folder).resolve() == root), None)
+    return {PYTHONPATH: join_pythonpath(first, *own, inherited)}
+
+
 def interface() -> str | None:
     return os.environ.get(INTERFACE) or None
 
 
+def host_suffix() -> str | None:
+    return os.environ.get(HOST_SUFFIX) or None
+
+
+def binding() -> dict[str, Any] | None:
+    """Return the values of a `common/node/binding.Binding`, the process's ``accelerators`` and ``is_engine``."""
+    text = os.environ.get(BINDING)
+    return json.loads(text) if text else None
+
+
 def set_engine_api_key(key: str) -> None:
-    """For clients inside this process that name their key by its variable (verifiers does)."""
+    """Set the key for clients inside this process that read it from a variable, such as verifiers."""
     os.environ[ENGINE_API_KEY] = key
 
 
+def run_dir() -> Path | None:
+    """Return the run directory that this process belongs to."""
+    return Path(folder) if (folder := os.environ.get(RUN_DIR)) else None
+
+
+def set_store(host: str, port: int) -> None:
+    os.environ[STORE] = f"{host}:{port}"
+
+
+def store() -> tuple[str, int] | None:
+    """Return the address of the store of this process's group; None if it was not started by an agent of the
+    project."""
+    host, _, port = os.environ.get(STORE, "").rpartition(":")
+    return (host, int(port)) if host else None
+
+
 def mirror() -> Path:
-    """Where this engine keeps its own copy of what it serves (`inference.mirror`); its role has made it."""
+    """Return the folder with this engine's copy of the served weights (`inference.worker.mirror`); its role creates
+    it."""
     return Path(os.environ[MIRROR])
+
+
+def mirror_or_none() -> Path | None:
+    """Return `mirror`, or None outside of an engine."""
+    return Path(os.environ[MIRROR]) if MIRROR in os.environ else None
 
 
 def set_mirror(folder: Path) -> None:
     os.environ[MIRROR] = str(folder)
 
 
+def slurm_allocation() -> tuple[str, int] | None:
+    """Return (job id, number of nodes) of the SLURM job in which this process is; None outside of a job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return (job, int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))) if job else None
+
+
 def slurm_node_rank() -> int:
-    """Index of this node within its SLURM step; 0 outside SLURM."""
+    """Return the index of this node within its SLURM step; 0 outside SLURM."""
     return int(os.environ.get("SLURM_NODEID", "0"))
 
 
 @contextmanager
 def nccl_waits_on_the_host() -> Iterator[None]:
-    """For groups made meanwhile: a wait blocks its caller until the work is done, and ends with an error at its time limit.
+    """Make ``wait`` of process groups created in this context block until the work is done, or raise at its limit.
 
-    They have no watchdog thread of torch's either, which would end the whole process at that limit.
+    They have no watchdog thread of torch, which would terminate the process at that limit.
     """
     before = os.environ.get(NCCL_BLOCKING_WAIT)
     os.environ[NCCL_BLOCKING_WAIT] = "1"
@@ -158,6 +276,11 @@ def nccl_waits_on_the_host() -> Iterator[None]:
             os.environ[NCCL_BLOCKING_WAIT] = before
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process, for libraries that read them when they are imported."""
+    os.environ.update(values)
+
+
 def variable(name: str) -> str | None:
-    """A variable that a recipe names (the key of a model's server); None when it is not set, or empty."""
+    """Return a variable named by a recipe (the key of a model server); None if it is unset or empty."""
     return os.environ.get(name) or None

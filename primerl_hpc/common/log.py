@@ -1,30 +1,89 @@
-"""How processes of a run log: one plain line to stderr, which the supervisor puts into the role's file."""
+"""Logging of a run's processes: lines on stderr, which the supervisor redirects to the role's log file.
+
+Commands of users print sentences to stderr with `notice`.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
+import re
+import shutil
 import signal
 import sys
+import textwrap
 
 from primerl_hpc.common import env
 
+_COMMAND = re.compile(r"primerl-hpc( [^\s;,()]+)+")
+FORMAT, TIME = "%(asctime)s %(name)s %(levelname)s %(message)s", "%H:%M:%S"
+
+
+class JsonLines(logging.Formatter):
+    """Formats a message as ``{"time": "2026-01-31T12:03:44", "logger": …, "level": …, "text": …}``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = logging.Formatter("%(message)s").format(record)  # with the traceback
+        time = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        entry = {"time": time, "logger": record.name, "level": record.levelname.lower(), "text": text}
+        return json.dumps(entry, ensure_ascii=False)
+
 
 def setup_logging(role: str, *, level: int = logging.INFO) -> logging.Logger:
-    """``12:03:44 trainer INFO step 3 …``; third parties speak from WARNING up."""
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    """Log as ``12:03:44 trainer INFO step 3 …`` and return the role's logger. Other libraries log from WARNING up."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=FORMAT, datefmt=TIME, force=True)
     logging.captureWarnings(True)
     logger = logging.getLogger("primerl_hpc")
     logger.setLevel(logging.DEBUG if env.is_debug() else level)
     return logging.getLogger(f"primerl_hpc.{role}")
 
 
+def change_logging(level: str, *, verifiers: str, is_json: bool, least: int = logging.NOTSET) -> None:
+    """Apply the levels and the format of a recipe's ``log`` block after `setup_logging`.
+
+    ``least``: the level of this package's messages is at least this one, as on ranks other than the first.
+    """
+    logging.getLogger("primerl_hpc").setLevel(
+        logging.DEBUG if env.is_debug() else max(least, logging.getLevelName(level.upper()))
+    )
+    logging.getLogger("verifiers").setLevel(verifiers.upper())
+    for handler in logging.getLogger().handlers if is_json else ():
+        handler.setFormatter(JsonLines())
+
+
 def dump_stacks_on_signal() -> None:
-    """SIGUSR2: the Python stacks of all threads go to stderr, also when the interpreter hangs in a call."""
+    """Print the Python stacks of all threads to stderr on SIGUSR2, even if the interpreter hangs in a call."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+def notice(sentence: str) -> None:
+    """Print a warning, an error or a note to stderr: one line in a file, in a terminal lines of its width.
+
+    Commands of this package stay on one line, so that they can be copied.
+    """
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        sentence = "\n".join(fold(line, width) for line in sentence.splitlines())
+    print(sentence, file=sys.stderr)
+
+
+def hang(text: str, column: int) -> str:
+    """Return ``text``, which is printed from ``column`` on, with later lines that start there.
+
+    In a terminal it is folded to the terminal's width.
+    """
+    lines = text.splitlines()
+    if sys.stdout.isatty():
+        width = max(20, shutil.get_terminal_size().columns - column)
+        lines = [part for line in lines for part in fold(line, width, "").splitlines()]
+    return f"\n{'':<{column}}".join(lines)
+
+
+def fold(text: str, width: int, indent: str = "  ") -> str:
+    """Break ``text`` at blanks outside of commands into lines of ``width`` columns; later lines have an indent."""
+    hard = _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        hard, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return "\n".join(lines).replace("\0", " ")

@@ -1,4 +1,4 @@
-"""The words of the project as values: kinds of run, roles, phases, states, and what a valid name is."""
+"""Enumerations of the project (kinds of run, roles, phases, states), the rule for valid names, and plurals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Kind(StrEnum):
 
 
 class Role(StrEnum):
-    """One kind of process. A process of a role is named ``<role>-<index>``, e.g. ``inference-0``."""
+    """Kind of process. A process of a role is named ``<role>-<index>``, e.g. ``inference-0``."""
 
     INFERENCE = "inference"  # one vLLM replica
-    PREFILL = "prefill"  # one vLLM replica of the policy that reads prompts for the others
+    PREFILL = "prefill"  # one vLLM replica of the policy that only prefills prompts
     ROUTER = "router"
-    TEACHER = "teacher"  # one vLLM replica of a frozen model that the policy learns from
-    JUDGE = "judge"  # one of a frozen model that environments ask for rewards
+    TEACHER = "teacher"  # one vLLM replica of the frozen teacher model
+    JUDGE = "judge"  # one vLLM replica of a frozen model that environments query for rewards
     ENV_SERVER = "env_server"  # serves an environment of the recipe
     ORCHESTRATOR = "orchestrator"
     TRAINER = "trainer"  # one torchrun group of an RL run
@@ -30,7 +30,7 @@ class Role(StrEnum):
 
 
 class RunState(StrEnum):
-    """What `status` shows. The supervisor writes it; SLURM fills in what happens before and after."""
+    """State shown by `status`. The supervisor writes it; before and after an attempt it is derived from SLURM."""
 
     SUBMITTED = "submitted"
     PENDING = "pending"
@@ -38,7 +38,7 @@ class RunState(StrEnum):
     RUNNING = "running"
     STOPPING = "stopping"
     DONE = "done"
-    STOPPED = "stopped"  # saved on request; `resume` continues
+    STOPPED = "stopped"  # saved on request; continue with `resume`
     FAILED = "failed"
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
@@ -49,7 +49,7 @@ class RunState(StrEnum):
 
     @property
     def is_alive(self) -> bool:
-        """An attempt goes on; between two of them the run waits, or has not been started."""
+        """True while an attempt is running."""
         return self in {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}
 
 
@@ -60,9 +60,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def is_valid_name(text: str) -> bool:
-    """A run or environment name: letters, digits, ``.``, ``_``, ``-``; starts with a letter or digit; at most 100."""
+    """True for 1 to 100 letters, digits, ``.``, ``_`` or ``-`` that start with a letter or digit."""
     return _NAME.fullmatch(text) is not None
 
 
 def process_name(role: Role, index: int) -> str:
     return f"{role.value}-{index}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 engine`` or ``2 engines``, for nouns whose plural ends with s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

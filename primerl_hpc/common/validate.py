@@ -1,23 +1,29 @@
-"""From a `Document` to a frozen block, or one sentence: file, line, key, what is wrong, nearest known key."""
+"""Validate a `Document` as a frozen block. Errors name file, line, key, the problem and the nearest known key."""
 
 from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from primerl_hpc.common.block import VariableMap
+from primerl_hpc.common.document import Document, dotted, refuse_odd_text
+from primerl_hpc.common.env import Override
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.yamldoc import Document, dotted
 
 B = TypeVar("B", bound=BaseModel)
+MOST_NAMED = 8
 
 
 def validate(block: type[B], document: Document) -> B:
-    """Raises ConfigError for the first fault in file order (more faults are counted in the sentence)."""
+    """Return the validated block. Raises ConfigError for the first fault in file order and lists the others after
+    it."""
+    refuse_odd_text(document)  # overrides were not checked when the file was loaded
     try:
         return block.model_validate(document.values)
     except ValidationError as error:
@@ -26,28 +32,37 @@ def validate(block: type[B], document: Document) -> B:
 
 def _first_fault(block: type[BaseModel], document: Document, faults: list[ErrorDetails]) -> ConfigError:
     described = [_describe(block, document, fault) for fault in _merge_union_branches(block, faults)]
-    # of two faults of one line the misspelt key explains the missing one
-    described.sort(key=lambda fault: (_line_number(fault.place), not fault.cause.startswith("unknown key")))
+    # if two faults are on one line, the misspelled key explains the missing one
+    described.sort(
+        key=lambda fault: (_line_number(fault.location), not fault.cause.startswith("unknown key"))
+    )
     first = described[0]
-    if len(described) > 1:
-        first.cause += f" (and {len(described) - 1} more)"
+    if others := described[1:]:
+        named = "; ".join(_in_brackets(fault) for fault in others[:MOST_NAMED])
+        more = f"; and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        first.hint = "; ".join(filter(None, (first.hint, f"also {named}{more}")))
     return first
 
 
-def _line_number(place: str) -> tuple[str, float]:
-    """What a whole file lacks comes after what its lines have too much."""
-    name, _, line = place.rpartition(":")
-    return (name, int(line)) if line.isdigit() else (place, math.inf)
+def _in_brackets(fault: ConfigError) -> str:
+    hint = f" ({fault.hint})" if fault.hint else ""
+    return f"{fault.location}: {fault.cause}{hint}"
+
+
+def _line_number(location: str) -> tuple[str, float]:
+    """Sort key of a location: faults of the file itself, such as missing keys, come after those of its lines."""
+    name, _, line = location.rpartition(":")
+    return (name, int(line)) if line.isdigit() else (location, math.inf)
 
 
 def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """A union reports a fault per branch; keep one per key, with the expectations joined."""
+    """Merge the faults of a union, which has one for each branch, into one for each key."""
     kept: dict[str, ErrorDetails] = {}
     for fault in faults:
         path = _fault_path(block, fault)
         known = kept.get(dotted(path))
         if known is None:
-            kept[dotted(path)] = dict(fault)  # type: ignore[assignment]
+            kept[dotted(path)] = fault.copy()
         elif known["msg"] != fault["msg"]:
             known["msg"] += " or " + fault["msg"].removeprefix("Input should be ")
     return list(kept.values())
@@ -56,16 +71,16 @@ def _merge_union_branches(block: type[BaseModel], faults: list[ErrorDetails]) ->
 def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -> ConfigError:
     path = _fault_path(block, fault)
     key = dotted(path)
-    place = document.place(path)
+    location = document.location(path)
     if fault["type"] == "extra_forbidden":
         return ConfigError(
-            f"unknown key '{key}'", place=place, mend=_mend_of_unknown(block, path, fault["loc"])
+            f"unknown key '{key}'", location=location, hint=_hint_for_unknown(block, path, fault["loc"])
         )
     if fault["type"] == "missing":
-        return ConfigError(f"key '{key}' is missing", place=place)
+        return ConfigError(f"key '{key}' is missing", location=location)
     message = fault["msg"].removeprefix("Value error, ")
     if not path:
-        return ConfigError(message, place=place)
+        return ConfigError(message, location=location)
     message = message.replace("Input should be ", "must be ").replace("input should be ", "")
     message = message.replace("a valid tuple", "a list")
     value = fault.get("input")
@@ -80,69 +95,71 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
         )
         got = ""
     if fault["type"] == "union_tag_not_found":
-        tags = ", ".join(tag_of(each) for each in blocks_at(block, path))
-        return ConfigError(f"key '{key}.type' is missing", place=place, mend=f"it is one of {tags}")
-    return ConfigError(f"{key}: {message}{got if 'must be' in message else ''}", place=place)
+        tags = ", ".join(tag_of(branch) for branch in blocks_at(block, path))
+        return ConfigError(f"key '{key}.type' is missing", location=location, hint=f"one of {tags}")
+    return ConfigError(f"{key}: {message}{got if 'must be' in message else ''}", location=location)
 
 
 def _fault_path(block: type[BaseModel], fault: ErrorDetails) -> tuple[str | int, ...]:
-    """An unknown key is the last part of its location, however it is spelt."""
+    """Return the path of a fault in the document. An unknown key is the last part of the location, even with dots."""
     loc = fault["loc"]
     if fault["type"] == "extra_forbidden":
         return (*yaml_path(block, loc[:-1]), loc[-1])
     return yaml_path(block, loc)
 
 
-def _mend_of_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: tuple[str | int, ...]) -> str:
-    """Where a key belongs that its block does not know; ``loc`` names the branch of a union."""
+def _hint_for_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: tuple[str | int, ...]) -> str:
+    """Return a suggestion for an unknown key; ``loc`` contains the branch of a union."""
     above, word = path[:-1], str(path[-1])
     blocks = blocks_at(block, above)
-    if types := [tag_of(each) for each in blocks if word in each.model_fields and tag_of(each)]:
-        return f"it belongs to {dotted((*above, 'type'))} {' and '.join(types)}"
+    if types := [tag_of(branch) for branch in blocks if word in branch.model_fields and tag_of(branch)]:
+        return f"it is a key of {dotted((*above, 'type'))} {' and '.join(types)}"
     nested = (*(part for part in above if isinstance(part, str)), word)
     if "." in word and dotted(nested) in all_paths(block):
         outer, *inner = word.split(".")
         return f"write it nested: {outer}: {{{': {'.join(inner)}: …{'}' * len(inner)}"
-    written = [each for each in blocks if tag_of(each) and tag_of(each) in loc[-2:-1]]
-    owner = next(iter(written), None) or block_at(block, above)
+    selected = [branch for branch in blocks if tag_of(branch) and tag_of(branch) in loc[-2:-1]]
+    owner = next(iter(selected), None) or block_at(block, above)
     near = nearest(word, list(owner.model_fields)) if owner else None
     everywhere = nearest_path(block, word)
     if near and not is_named(everywhere, word):
         return f"did you mean '{dotted((*above, near))}'?"
     if everywhere:
         return f"did you mean '{everywhere}'?"
-    return f"known here: {', '.join(owner.model_fields)}" if owner else ""
+    return f"known keys: {', '.join(owner.model_fields)}" if owner else ""
 
 
 def tag_of(block: type[BaseModel]) -> str:
-    """What ``type`` a branch of a union is for; empty for a block that is in none."""
+    """Return the ``type`` that selects this branch of a union; empty for a block outside unions."""
     tag = block.model_fields.get("type")
     return str(tag.default) if tag is not None and tag.default is not PydanticUndefined else ""
 
 
 def yaml_path(block: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """pydantic's location without the names of union branches (``loss.dppo.mask_low`` → ``loss.mask_low``)."""
+    """Remove the names of union branches from pydantic's location (``loss.dppo.mask_low`` → ``loss.mask_low``)."""
     path: list[str | int] = []
     current: list[Any] = [block]
     for part in loc:
         if isinstance(part, int):
             path.append(part)
             continue
-        owners = [each for each in current if _is_block(each)]
-        fields = [each.model_fields[part].annotation for each in owners if part in each.model_fields]
+        owners = [candidate for candidate in current if _is_block(candidate)]
+        fields = [
+            candidate.model_fields[part].annotation for candidate in owners if part in candidate.model_fields
+        ]
         if fields:
             path.append(part)
-            current = [each for annotation in fields for each in unfold(annotation)]
-        elif any(_is_branch(each, part) for each in current):
-            current = [each for each in current if _is_branch(each, part)] or current
-        elif owners or any(get_origin(each) is dict for each in current):
+            current = [candidate for annotation in fields for candidate in unfold(annotation)]
+        elif any(_is_branch(candidate, part) for candidate in current):
+            current = [candidate for candidate in current if _is_branch(candidate, part)] or current
+        elif owners or any(get_origin(candidate) is dict for candidate in current):
             path.append(part)  # an unknown key of a block, or a key of a free mapping
             current = _inside(current, part)
     return tuple(path)
 
 
 def _is_branch(candidate: Any, name: str) -> bool:
-    if not name.isidentifier():  # "tuple[X, ...]", or a tag made for people
+    if not name.isidentifier():  # "tuple[X, ...]", or a tag that is not a class name
         return True
     if _is_block(candidate):
         tag = candidate.model_fields.get("type")
@@ -155,16 +172,16 @@ def _is_block(candidate: Any) -> bool:
 
 
 def unfold(annotation: Any) -> list[Any]:
-    """Every type an annotation may hold: the branches of unions, the items of tuples, annotated types plain; mappings whole."""
+    """Return all types in an annotation: branches of unions, items of tuples, annotated types; mappings unchanged."""
     args = get_args(annotation)
     if not args or get_origin(annotation) is dict:
         return [annotation]
-    return [each for arg in args if arg is not Ellipsis for each in unfold(arg)]
+    return [candidate for arg in args if arg is not Ellipsis for candidate in unfold(arg)]
 
 
 def blocks_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[type[BaseModel]]:
-    """The blocks whose keys may live under ``path``: of a union every branch; none for free mappings."""
-    return [each for each in _types_at(block, path) if _is_block(each)]
+    """Return the blocks at ``path``: all branches of a union; none for free mappings."""
+    return [candidate for candidate in _types_at(block, path) if _is_block(candidate)]
 
 
 def _types_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[Any]:
@@ -176,7 +193,7 @@ def _types_at(block: type[BaseModel], path: tuple[str | int, ...]) -> list[Any]:
 
 
 def _inside(owners: list[Any], key: str) -> list[Any]:
-    """What a key of any of ``owners`` may hold."""
+    """Return the types that a key of any of ``owners`` may have."""
     found: list[Any] = []
     for owner in owners:
         if _is_block(owner) and key in owner.model_fields:
@@ -187,12 +204,12 @@ def _inside(owners: list[Any], key: str) -> list[Any]:
 
 
 def block_at(block: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """Of the `blocks_at` the path the one with most keys; None for free mappings."""
-    return max(blocks_at(block, path), key=lambda each: len(each.model_fields), default=None)
+    """Return the block at ``path`` with the most keys; None for free mappings."""
+    return max(blocks_at(block, path), key=lambda candidate: len(candidate.model_fields), default=None)
 
 
 def is_text(block: type[BaseModel], key: str) -> bool:
-    """Whether the key takes text and nothing else (but null)."""
+    """True if the key accepts only text, or null."""
     path = tuple(key.split("."))
     if is_variable(block, key):
         return True
@@ -201,20 +218,52 @@ def is_text(block: type[BaseModel], key: str) -> bool:
         return False
     annotation = owner.model_fields[path[-1]].annotation
     branches = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = {each.__origin__ if hasattr(each, "__metadata__") else each for each in branches}
+    plain = {
+        get_args(candidate)[0] if get_origin(candidate) is Annotated else candidate for candidate in branches
+    }
     return plain - {type(None)} == {str}
 
 
 def is_variable(block: type[BaseModel], key: str) -> bool:
-    """Whether the key is the name of an environment variable, in a mapping of such names to text."""
-    return dict[str, str] in _types_at(block, tuple(key.split("."))[:-1])
+    """True if the key is an environment variable in a mapping of variables."""
+    return VariableMap in _types_at(block, tuple(key.split("."))[:-1])
 
 
 def from_variable(block: type[BaseModel], name: str) -> str:
-    """``LOSS__KL_TAU`` → ``loss.kl_tau``; ``ENV__HF_HOME`` → ``env.HF_HOME``, for the case of such a name counts."""
+    """Convert ``LOSS__KL_TAU`` to ``loss.kl_tau`` and ``ENV__HF_HOME`` to ``env.HF_HOME`` (variables are
+    case-sensitive)."""
     above, dot, last = name.replace("__", ".").rpartition(".")
     key = f"{above.lower()}{dot}{last}"
     return key if is_variable(block, key) else key.lower()
+
+
+Change = tuple[str, str, str]
+"""Key, value and origin of an override."""
+
+
+def split_variables(
+    block: type[BaseModel], document: Document, variables: Sequence[Override]
+) -> tuple[list[Change], tuple[str, ...]]:
+    """Return the changes of the variables whose keys ``document``, of files, leaves open, and warnings about the
+    others.
+
+    A block in a file without ``type`` has the default type, so a variable does not change it.
+    """
+    changes: list[Change] = []
+    warnings = []
+    for name, rest, value in variables:
+        key = from_variable(block, rest)
+        above, _, last = key.rpartition(".")
+        origin = document.origin_of(key)
+        if origin is None and last == "type" and len(blocks_at(block, tuple(above.split(".")))) > 1:
+            origin = document.origin_of(above)
+        if origin is None:
+            changes.append((key, value, name))
+        else:
+            warnings.append(
+                f"{name} is ignored because {origin} sets {key}; files take precedence over variables now"
+            )
+    return changes, tuple(warnings)
 
 
 def nearest(word: str, known: list[str]) -> str | None:
@@ -223,7 +272,7 @@ def nearest(word: str, known: list[str]) -> str | None:
 
 
 def nearest_path(block: type[BaseModel], word: str) -> str | None:
-    """A key of that name, or nearly, anywhere in the tree: for settings written one level too high or low."""
+    """Return the path of a key with this or a similar name anywhere in the tree, for keys at the wrong level."""
     paths = all_paths(block)
     by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
     found = nearest(word, list(by_name))
@@ -231,18 +280,18 @@ def nearest_path(block: type[BaseModel], word: str) -> str | None:
 
 
 def is_named(path: str | None, word: str) -> bool:
-    """Whether the key at ``path`` has exactly that name: then it is meant, whatever else is spelt alike."""
+    """True if the key at ``path`` has exactly this name, which then takes precedence over similar names."""
     return path is not None and path.rsplit(".", 1)[-1] == word
 
 
 def all_paths(block: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted paths of every key, blocks inside lists as ``a.b`` without index."""
+    """Return the dotted paths of all keys, without the indices of lists."""
     paths: list[str] = []
     for name, field in block.model_fields.items():
         path = f"{prefix}{name}"
         if path not in paths:
             paths.append(path)
-        for each in unfold(field.annotation):
-            if _is_block(each):
-                paths += [p for p in all_paths(each, f"{path}.") if p not in paths]
+        for candidate in unfold(field.annotation):
+            if _is_block(candidate):
+                paths += [p for p in all_paths(candidate, f"{path}.") if p not in paths]
     return paths

@@ -1,13 +1,17 @@
-"""Environments: how a recipe's block becomes a verifiers environment, and the small offline ones that we ship.
+"""Environments: translate a recipe's block to a verifiers environment, and the small offline environments that we ship.
 
-Reading order: config (recipe → verifiers config, pure) → tasks (what there is to do, for the orchestrator) → check (one
-rollout without a run) → shipped/ (reverse_text, alphabet_sort, calculator, nim; and inproc_chat, the agent loop that runs
-inside the environment server) → calculator_tools.
+Reading order: config (recipe → verifiers config, pure) → tasks (load environments and their tasks, for the
+orchestrator) → tools, processes (what an environment requires of the renderer and of the node) → check (one rollout
+without a run) → install (install a package without changing this Python's versions) → hub (packages of the
+Environments Hub) → lookup (check ids and arguments, for submit) → generated (helpers for generated tasks) → shipped/
+(reverse_text, alphabet_sort, calculator, math_problems, local_search, nim, multiple_choice, synthetic_rollouts; and
+inproc_chat, the agent loop inside the environment server) → tool_servers/ → judges → serving/ (what makes verifiers'
+environment server cheaper) → tls, curve (TLS and CURVE of the connections of environment servers).
 
-verifiers finds an environment by importing the module its id names: ``reverse-text`` → ``reverse_text``. So that the
-shipped ones answer to plain ids without being installed at top level, `expose_shipped` appends their folder to
-``sys.path``, in the processes that load environments only (environment servers, orchestrator, evaluator). It comes
-last, so a package of the same name that a user installed wins.
+verifiers finds an environment by importing the module that its id names: ``reverse-text`` → ``reverse_text``. To make
+the shipped environments importable by plain ids without installing them as top-level packages, `expose_shipped` appends
+their folder to ``sys.path`` in processes that load environments. The folder comes last, so an installed package of the
+same name takes precedence.
 """
 
 from __future__ import annotations
@@ -19,6 +23,6 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 def expose_shipped() -> None:
-    """Make the shipped environments importable by their plain ids, after everything that is installed."""
+    """Make the shipped environments importable by their plain ids, with lower precedence than installed packages."""
     if str(SHIPPED) not in sys.path:
         sys.path.append(str(SHIPPED))

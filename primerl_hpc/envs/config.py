@@ -1,10 +1,10 @@
-"""A recipe's environment block as a verifiers environment config. Pure; imports nothing heavy.
+"""Translate a recipe's environment block to a verifiers environment config. Pure, without heavy imports.
 
     environment_config(Environment(id="reverse-text", args={"split": "test"}))
     → {"taskset": {"id": "reverse-text", "split": "test"},
        "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "inproc-chat"}}}
 
-Runtime and harness are always named, because verifiers' defaults are a paid remote sandbox and a shell on this host.
+Runtime and harness are always set, because verifiers' defaults are a paid remote sandbox and a shell on this host.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.recipe.rollout_schema import Environment
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.rollout import Environment
 
 DEFAULT_HARNESS = "inproc-chat"
 
@@ -21,21 +21,23 @@ DEFAULT_HARNESS = "inproc-chat"
 def environment_config(
     environment: Environment, *, roles: tuple[str, ...] = ("agent",), harness: str = DEFAULT_HARNESS
 ) -> dict[str, Any]:
-    """``args`` are the taskset's, ``env_args`` go over everything else, key by key.
+    """Return the config: ``args`` configure the taskset, and ``env_args`` override all other keys recursively.
 
-    ``roles``: the environment's agents (one, ``agent``, unless its package declares others); ``harness``: who plays
-    them where ``env_args`` does not say.
+    ``roles``: names of the environment's agents (``agent``, unless its package declares others). ``harness``: the
+    harness that runs them unless ``env_args`` sets another.
     """
-    seat = {"runtime": {"type": "subprocess"}, "harness": {"id": harness}}
-    base = {"taskset": {"id": environment.id, **environment.args}, **{role: seat for role in roles}}
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": harness}}
+    base = {"taskset": {"id": environment.id, **environment.args}, **{role: agent for role in roles}}
     return _merge(base, environment.env_args)
 
 
 def environment_of(recipe: Recipe, index: int) -> tuple[str, Environment]:
-    """Split and environment of ``env_server-<index>``. Raises NotFoundError."""
+    """Return split and environment of ``env_server-<index>``. Raises NotFoundError if there is no such server."""
     found = recipe.environments.by_server
     if not 0 <= index < len(found):
-        raise NotFoundError(f"the recipe has {len(found)} environment servers, there is no number {index}")
+        raise NotFoundError(
+            f"there is no environment server {index}: the recipe has {len(found)}, numbered from 0"
+        )
     return found[index]
 
 

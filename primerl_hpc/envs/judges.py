@@ -1,38 +1,46 @@
-"""Who judges: the recipe's ``judge`` behind every judge of an environment that names no server of its own.
+"""Judges: environments whose judges have no server use the ``judge`` of the recipe.
 
-verifiers' judges are configs: plugged ones (``args: {task: {judges: [{id: rubric, …}]}}``) and those that a taskset's own
-rewards ask (a field of type ``vf.JudgeConfig``). Both get the recipe's address, model and key; the key by the name of its
-variable.
+verifiers configures judges by `JudgeConfig`: judges in ``args: {task: {judges: [{id: rubric, …}]}}``, and judges that a
+taskset's own rewards use (a field of type ``vf.JudgeConfig``). Both kinds receive URL, model and the name of the
+environment variable with the API key from the recipe's judge.
 
-    judges = homeless_judges(config)
-    appoint(judges, judge_client(run, recipe.judge, index=0, timeout_s=600))
-    follow(judges, run, recipe.judge, index=0)       # an engine that comes back elsewhere is asked there
+    judges = judges_without_endpoint(config)
+    assign_client(judges, judge_client(run, recipe.judge, index=0, timeout_s=600))
+    track_endpoint(judges, run, recipe.judge, index=0)       # follow the engine when it restarts with another URL
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.errors import TimeoutWaitingError
+from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.common.rundir import RunDir, read_endpoint
-from primerl_hpc.recipe.model_schema import Judge
+from primerl_hpc.envs.tasks import resolve_environment
+from primerl_hpc.envs.tools import package_mentions
+from primerl_hpc.recipe.control_tokens import ANY_CONTROL, neutralize
+from primerl_hpc.recipe.schema.model import Judge
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
-FOLLOW_S = 1.0
+POLL_S = 0.2  # while waiting for the judge's engine
+TRACK_S = 1.0  # between reads of its endpoint
 
 
 def judge_client(run: RunDir, judge: Judge, *, index: int, timeout_s: float) -> dict[str, str]:
-    """What a verifiers judge has to know of the recipe's. Environment server ``index`` takes the engines in turn.
+    """Return URL, model and key variable of the recipe's judge. Server ``index`` uses engine ``index`` modulo replicas.
 
-    Waits for its engine of the run. Raises TimeoutWaitingError, and ConfigError when the key of a server elsewhere is not set.
+    Waits until the engine is published. Raises TimeoutWaitingError if it is not within ``timeout_s``, ConfigError if
+    the key of an external server is not set.
     """
     if judge.base_url is not None:
         judge.key()
@@ -42,54 +50,127 @@ def judge_client(run: RunDir, judge: Judge, *, index: int, timeout_s: float) -> 
     while (base_url := _base_url(run, engine)) is None:
         if time.monotonic() > deadline:
             raise TimeoutWaitingError(
-                f"waited {timeout_s:.0f} s for {engine}", mend="see logs/latest/judge/*.log"
+                f"{engine} was not ready within {timeout_s:.0f} s", hint="see logs/latest/judge/*.log"
             )
         time.sleep(POLL_S)
     return client_of(base_url, judge.model.name, env.ENGINE_API_KEY)
 
 
 def client_of(base_url: str, model: str, key_variable: str) -> dict[str, str]:
+    """Return the fields of a verifiers judge that select its server."""
     return {"base_url": base_url, "model": model, "api_key_var": key_variable}
 
 
-def homeless_judges(config: Any) -> list[Any]:
-    """Judges of a verifiers environment config whose server is verifiers' default."""
+def judges_without_endpoint(config: Any) -> list[Any]:
+    """Return the judges in a verifiers environment config that use verifiers' default server."""
     from verifiers.v1.configs.judge import JudgeConfig
 
     return [judge for judge in judges_of(config.taskset) if judge.base_url == JudgeConfig().base_url]
 
 
-def appoint(judges: Iterable[Any], client: dict[str, str]) -> None:
-    """Fill ``client`` into these judges, in place; verifiers reads their configs anew for each question."""
+def refuse_third_party(judges: list[Any], *, location: str) -> None:
+    """Raise ConfigError if ``judges`` (see `judges_without_endpoint`) is not empty. For recipes without a judge.
+
+    Otherwise completions would be sent to verifiers' default server.
+    """
+    if judges:
+        raise ConfigError(
+            "a judge has no base_url and the recipe has no judge, so completions would be sent to a third party, "
+            f"{judges[0].base_url}",
+            location=location,
+            hint="add judge: {model: {name: …}} to the recipe, or set the judge's base_url in args",
+        )
+
+
+def check_judges(recipe: Recipe) -> None:
+    """Call `refuse_third_party` for all environments of the recipe that this interpreter can load, before submission.
+
+    An environment that cannot be loaded here is checked by its server, which fails with the same message. Only packages
+    and arguments that mention a judge are loaded, because importing verifiers takes seconds.
+    """
+    if recipe.judge is not None or importlib.util.find_spec("verifiers") is None:
+        return
+    evaluation = recipe.after.evaluation if recipe.after is not None else None
+    after = evaluation.environments if evaluation is not None else ()
+    for environment in (*recipe.environments.train, *recipe.environments.eval, *after):
+        arguments = f"{environment.args}{environment.env_args}"
+        if environment.address is not None or not (
+            "judge" in arguments or package_mentions(environment, "Judge")
+        ):
+            continue
+        try:
+            judges = judges_without_endpoint(resolve_environment(environment))
+        except Exception:  # noqa: BLE001 (any error in a package's own code; the environment server reports it)
+            continue
+        refuse_third_party(judges, location=f"environment {environment.label}")
+
+
+def neutralize_requests(*patterns: re.Pattern[str]) -> None:
+    """Patch verifiers so that judges in this process receive text without control tokens.
+
+    Otherwise a completion that contains ``<|im_end|>`` could end the judge's prompt and supply the judge's answer.
+    ``patterns``: control tokens of known tokenizers, in addition to the common ones.
+    """
+    from verifiers.v1.judge import Judge
+    from verifiers.v1.judges.decision import DecisionJudge
+
+    complete, evaluate = Judge.complete, DecisionJudge.evaluate
+
+    async def complete_neutralized(self: Any, messages: Any, **options: Any) -> Any:
+        return await complete(self, _neutralized(messages, (ANY_CONTROL, *patterns)), **options)
+
+    async def evaluate_neutralized(self: Any, *, trace: Any = None, **fields: Any) -> Any:
+        return await evaluate(self, trace=trace, **_neutralized(fields, (ANY_CONTROL, *patterns)))
+
+    Judge.complete = complete_neutralized
+    DecisionJudge.evaluate = evaluate_neutralized
+
+
+def _neutralized(value: Any, patterns: tuple[re.Pattern[str], ...]) -> Any:
+    """Neutralize all strings in a string, list, mapping or pydantic model. Returns a copy."""
+    from pydantic import BaseModel
+
+    if isinstance(value, str):
+        return neutralize(value, *patterns)
+    if isinstance(value, BaseModel):
+        fields = {name: _neutralized(getattr(value, name), patterns) for name in type(value).model_fields}
+        return value.model_copy(update=fields)
+    if isinstance(value, dict):
+        return {key: _neutralized(item, patterns) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_neutralized(item, patterns) for item in value]
+    return value
+
+
+def assign_client(judges: Iterable[Any], client: dict[str, str]) -> None:
+    """Set the fields of ``client`` in these judges, in place. verifiers reads the configs for every request."""
     for judge in judges:
         for name, value in client.items():
             setattr(judge, name, value)
 
 
-def follow(judges: list[Any], run: RunDir, judge: Judge, *, index: int) -> None:
-    """From now on, in a thread, send these judges to wherever their engine of the run is. Returns at once."""
+def track_endpoint(judges: list[Any], run: RunDir, judge: Judge, *, index: int) -> None:
+    """Start a daemon thread that sets the judges' URL whenever their engine of the run restarts with another one."""
     if judge.base_url is None:
         engine = _engine(judge, index)
-        threading.Thread(
-            target=_keep_following, args=(judges, run, engine), name="judge", daemon=True
-        ).start()
+        threading.Thread(target=_track_forever, args=(judges, run, engine), name="judge", daemon=True).start()
 
 
-def _keep_following(judges: list[Any], run: RunDir, engine: str) -> None:
-    is_told = False
+def _track_forever(judges: list[Any], run: RunDir, engine: str) -> None:
+    is_reported = False
     while True:
-        time.sleep(FOLLOW_S)
+        time.sleep(TRACK_S)
         try:
             base_url = _base_url(run, engine)
-            is_told = False
-        except OSError as error:  # a filesystem's fault passes; until then the old address has to do
-            if not is_told:
-                logger.warning("cannot see where %s is, trying again: %s", engine, error)
-            is_told = True
+            is_reported = False
+        except OSError as error:  # filesystem errors are transient: keep the old URL
+            if not is_reported:
+                logger.warning("cannot read the endpoint of %s, retrying: %s", engine, error)
+            is_reported = True
             continue
         if base_url is not None and base_url != judges[0].base_url:
-            logger.info("%s is at %s now", engine, base_url)
-            appoint(judges, {"base_url": base_url})
+            logger.info("%s has moved to %s", engine, base_url)
+            assign_client(judges, {"base_url": base_url})
 
 
 def _engine(judge: Judge, index: int) -> str:
@@ -102,7 +183,7 @@ def _base_url(run: RunDir, engine: str) -> str | None:
 
 
 def judges_of(config: Any) -> Iterator[Any]:
-    """Every JudgeConfig in a taskset's config, its task's included."""
+    """Yield every JudgeConfig in a taskset's config, including those of its task."""
     from pydantic import BaseModel
     from verifiers.v1.configs.judge import JudgeConfig
 

@@ -1,8 +1,8 @@
-"""Loads environments and their tasks through verifiers, with errors that name the environment.
+"""Load environments and their tasks through verifiers, with errors that name the environment.
 
     tasks = load_tasks(environment)             # [EnvironmentTask(key="hello", data={…}), …]
 
-The orchestrator owns the tasks and ships each one's data with the request; an environment server never loads data.
+The orchestrator loads the tasks and sends the data of a task with each request; environment servers never load data.
 """
 
 from __future__ import annotations
@@ -14,70 +14,86 @@ from typing import Any
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.envs import expose_shipped
 from primerl_hpc.envs.config import DEFAULT_HARNESS, environment_config
-from primerl_hpc.recipe.rollout_schema import Environment
+from primerl_hpc.envs.serving.deferred import defer_imports
+from primerl_hpc.recipe.schema.rollout import Environment
 
 MAX_INFINITE_TASKS = 65_536
-"""An endless taskset is cut here."""
+"""Number of tasks that are used of an infinite taskset."""
 
 
 @dataclass(frozen=True)
 class EnvironmentTask:
+    """A task as the orchestrator sends it to an environment server."""
+
     key: str
-    """Stable identity of the task: the same in every run."""
+    """Stable id of the task, the same in every run."""
     data: dict[str, Any]
-    """What an environment server needs to run it (JSON)."""
+    """The data that an environment server needs to run the task (JSON)."""
 
 
 def resolve_environment(environment: Environment) -> Any:
-    """verifiers' own EnvConfig of the environment's class.
+    """Return verifiers' EnvConfig of the environment.
 
-    Raises ConfigError for an id that cannot be imported and for arguments the environment does not take.
+    Raises ConfigError if the id cannot be imported or an argument is invalid.
     """
     from pydantic import ValidationError
+
+    defer_imports()
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
 
     expose_shipped()
-    place = f"environment {environment.label}"
+    location = f"environment {environment.label}"
     try:
         fields = loaders.env_config_type(environment.id, environment.env_args.get("id", "")).model_fields
         roles = tuple(name for name, field in fields.items() if isinstance(field.default, AgentConfig))
         own = loaders.default_harness_id(environment.id)
-        harness = own if own == environment.id else DEFAULT_HARNESS  # a package may bring its own
+        harness = own if own == environment.id else DEFAULT_HARNESS  # a package may contain its own harness
         return loaders.resolve_env_config(environment_config(environment, roles=roles, harness=harness))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{key}: {first['msg']}", place=place, mend="see args and env_args") from error
+        raise ConfigError(
+            f"{key}: {first['msg']}", location=location, hint="correct args or env_args"
+        ) from error
     except ModuleNotFoundError as error:
-        cause = error if error.name else error.__cause__  # verifiers wraps the import's own error
+        cause = error if error.name else error.__cause__  # verifiers wraps the original ModuleNotFoundError
         module = getattr(cause, "name", None) or environment.id
         raise ConfigError(
-            f"importing '{environment.id}' found no module '{module}'",
-            place=place,
-            mend="install its package, or correct the id",
+            f"importing '{environment.id}' failed: there is no module '{module}'",
+            location=location,
+            hint="install its package, or correct the id",
         ) from error
     except Exception as error:
-        raise ConfigError(f"cannot be loaded: {type(error).__name__}: {error}", place=place) from error
+        raise ConfigError(
+            f"the environment cannot be loaded: {type(error).__name__}: {error}", location=location
+        ) from error
 
 
 def agents_of(environment: Environment) -> list[str]:
-    """Names of the agents that the environment declares. Raises ConfigError as `resolve_environment`."""
+    """Return the names of the agents that the environment declares. Raises ConfigError as `resolve_environment`."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     return list(agent_config_fields(resolve_environment(environment)))
 
 
-def load_tasks(environment: Environment, limit: int | None = None) -> list[EnvironmentTask]:
-    """The environment's tasks in its own order, at most ``limit``.
+def location_of(environment: Environment) -> str:
+    """Return the file of the environment's module. Call `resolve_environment` first, which reports import errors."""
+    from verifiers.v1.utils import loaders
 
-    Raises ConfigError as `resolve_environment`, DataError when loading raises, there are no tasks, or two tasks have
-    one key.
+    return loaders.import_taskset(environment.id).__file__ or ""
+
+
+def load_tasks(environment: Environment, limit: int | None = None) -> list[EnvironmentTask]:
+    """Return at most ``limit`` of the environment's tasks, in its own order.
+
+    Raises ConfigError as `resolve_environment`; DataError if loading fails, there are no tasks, or two tasks have the
+    same key.
     """
     import verifiers.v1 as vf
 
     config = resolve_environment(environment)
-    place = f"environment {environment.label}"
+    location = f"environment {environment.label}"
     try:
         taskset = vf.load_taskset(config.taskset)
         if not taskset.bounded:
@@ -87,12 +103,14 @@ def load_tasks(environment: Environment, limit: int | None = None) -> list[Envir
             for task in itertools.islice(taskset, limit)
         ]
     except Exception as error:
-        raise DataError(f"loading its tasks failed: {type(error).__name__}: {error}", place=place) from error
+        raise DataError(
+            f"the tasks cannot be loaded: {type(error).__name__}: {error}", location=location
+        ) from error
     if not tasks:
-        raise DataError("it has no tasks", place=place, mend="see args")
+        raise DataError("the environment has no tasks", location=location, hint="check args")
     keys: set[str] = set()
     for task in tasks:
         if task.key in keys:
-            raise DataError(f"two of its tasks have the key {task.key!r}", place=place)
+            raise DataError(f"two tasks have the same key {task.key!r}", location=location)
         keys.add(task.key)
     return tasks

@@ -1,6 +1,7 @@
-"""One vLLM engine of a run: its arguments, its start, its extra routes and how it takes new weights.
+"""One vLLM engine of a run: its arguments, its start, its additional routes, and how it loads new weights.
 
-Reading order: engine_args (recipe → vLLM's command line) → server (bind, load, serve, publish) → routes (API key,
-/pause, /update_weights, /resume, /primerl/state) → extension (inside vLLM's workers) → checkpoint (what may be loaded)
-→ vllm_compat (the only file that imports vLLM's internals).
+Reading order: engine_args → server → turns → routes → token_route → chat_requests → checkpoint → prefill →
+routed_experts → stores → vllm_compat (besides it, only `stores` and `worker.reload` import vLLM's internals) →
+balancing (how the router selects an engine; pure). Subfolders: worker (code that runs in vLLM's worker processes),
+load (load on engines, for benchmarks).
 """

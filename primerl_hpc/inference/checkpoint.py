@@ -1,21 +1,19 @@
-"""Looks at a folder of HF safetensors before anything is loaded from it: is it whole, and is it the model we serve?
+"""Check a folder of safetensors before loading: is it complete, and does it hold the model that the engine serves?
 
-Reads only the headers and the file sizes, so it costs milliseconds for any size of model. An engine that started
-loading a bad folder would be left without weights, so `check` comes before the first tensor is touched.
+Only headers and file sizes are read, which takes milliseconds for a model of any size. An engine that fails while it
+loads a damaged folder has lost its weights, so the checks run before the first tensor is replaced.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import read_json
-from primerl_hpc.transport.weights_filesystem import MANIFEST, manifest_fault
-
-_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+from primerl_hpc.common.files import listed_file
+from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.transport.tensor_file import read_header
+from primerl_hpc.transport.weights.filesystem import INDEX, MANIFEST, manifest_fault, shards_of_index
 
 
 @dataclass(frozen=True)
@@ -25,74 +23,59 @@ class TensorInfo:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a folder's safetensors by name.
+    """Return all tensors in the folder's safetensors files by name.
 
-    Raises DataError naming the file when the folder is missing or has no weights, a file is truncated, a header is
-    damaged, a file of the index or manifest is not there or not of its size, or a tensor is in two files.
+    Raises DataError naming the file if the folder is missing or has no weights, a file is truncated, a header is
+    damaged, a file listed in the index or manifest is missing or has another size, or a tensor is in two files.
     """
     if not folder.is_dir():
-        raise DataError("no such weights folder", place=str(folder))
+        raise DataError("the weights folder does not exist", location=str(folder))
     _check_listed(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DataError("no *.safetensors in the weights folder", place=str(folder))
+        raise DataError("the weights folder contains no *.safetensors", location=str(folder))
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         for name, shape in _read_header(file).items():
             if name in tensors:
-                raise DataError(f"tensor {name} is also in {tensors[name].file.name}", place=str(file))
+                raise DataError(f"tensor {name} is also in {tensors[name].file.name}", location=str(file))
             tensors[name] = TensorInfo(file, shape)
     return tensors
 
 
 def check_same_model(
-    new: dict[str, TensorInfo], reference: dict[str, TensorInfo], *, is_tied: bool, place: str
+    new: dict[str, TensorInfo], reference: dict[str, TensorInfo], *, is_tied: bool, location: str
 ) -> None:
-    """Raises DataError naming the first tensor that is missing, unknown or of another shape.
+    """Raise DataError naming the first tensor that is missing, unknown, or has another shape.
 
-    ``is_tied``: the LM head is the embedding, so whether ``lm_head.weight`` is written at all is the writer's habit.
+    ``is_tied``: the LM head shares the embedding, so ``lm_head.weight`` may be present or absent on either side.
     """
     optional = {"lm_head.weight"} if is_tied else set()
     if missing := sorted(reference.keys() - new.keys() - optional):
-        raise DataError(f"{len(missing)} tensors are missing, the first is {missing[0]}", place=place)
+        raise DataError(f"{len(missing)} tensors are missing, the first is {missing[0]}", location=location)
     if unknown := sorted(new.keys() - reference.keys() - optional):
-        raise DataError(f"{len(unknown)} tensors are not the model's, the first is {unknown[0]}", place=place)
+        raise DataError(
+            f"{len(unknown)} tensors do not belong to the model, the first is {unknown[0]}", location=location
+        )
     for name in sorted(new.keys() & reference.keys()):
         if new[name].shape != reference[name].shape:
             raise DataError(
-                f"tensor {name} has shape {list(new[name].shape)}, the model's is {list(reference[name].shape)}",
-                place=place,
+                f"tensor {name} has shape {list(new[name].shape)}, but the model has {list(reference[name].shape)}",
+                location=location,
             )
 
 
 def _check_listed(folder: Path) -> None:
-    """Files that the folder's own lists name: the shards of the index, the sizes of the manifest."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        for shard in sorted(set(read_json(index).get("weight_map", {}).values())):
-            if not (folder / shard).is_file():
-                raise DataError(f"shard {shard} of the index is missing", place=str(folder))
+    """Raise DataError if a shard listed in the index is missing, or a file differs from the manifest."""
+    if (folder / INDEX).is_file():
+        for shard in sorted(set(shards_of_index(folder).values())):
+            if not listed_file(folder, shard).is_file():
+                raise DataError(f"shard {shard}, which the index lists, is missing", location=str(folder))
     if (folder / MANIFEST).is_file() and (fault := manifest_fault(folder)):
-        raise DataError(fault, place=str(folder))
+        raise DataError(fault, location=str(folder))
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one file (format: 8 bytes little-endian length, JSON header, data)."""
-    size_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES):
-            raise DataError("not a safetensors file, or its header is cut off", place=str(file))
-        try:
-            header = json.loads(stream.read(header_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"damaged safetensors header ({error})", place=str(file)) from error
-    if size_bytes != 8 + header_bytes + end:
-        raise DataError(
-            f"{size_bytes} bytes, but its header describes {8 + header_bytes + end}", place=str(file)
-        )
-    return shapes
+    """Return tensor name → shape of one file."""
+    with decoding("damaged safetensors header", location=file):
+        return {name: entry.shape for name, entry in read_header(file).items()}

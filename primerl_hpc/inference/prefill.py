@@ -1,13 +1,14 @@
-"""Somebody else's prefill, as a layer around vLLM's app on an engine that decodes (``layout.inference.prefill``).
+"""Remote prefill: ASGI middleware around vLLM's app on a decode engine (``layout.inference.prefill``).
 
-    client  ── POST /v1/completions, /v1/chat/completions, /inference/v1/generate ──►  engine that decodes
-    engine that decodes  ── the same prompt, for one token ──►  engine that prefills
-                         ◄── where its KV blocks lie (``kv_transfer_params``) ──
-    vLLM here pulls the blocks (NIXL) and samples every token that the client sees.
+    client         ── POST /v1/completions, /v1/chat/completions, /inference/v1/generate ──►  decode engine
+    decode engine  ── the same prompt, for one token ──►  prefill engine
+                   ◄── location of its KV blocks (``kv_transfer_params``) ──
+    vLLM in the decode engine pulls the blocks (NIXL) and samples every token that the client receives.
 
-A session (header X-Session-ID) stays with one engine, where the earlier turns' prompt is cached; requests without one go to the
-engine with the fewest of ours. Whatever goes wrong, this engine prefills by itself. Both ways are counted in /metrics:
-``primerl_prefill_total{by="other"}`` and ``{by="self"}``.
+All requests of a session (header X-Session-ID) use one prefill engine, which has the earlier turns in its cache;
+requests without a session use the engine with the fewest requests in flight from here. If remote prefill fails for
+any reason, the decode engine prefills locally. The metrics ``primerl_prefill_total{by="other"}`` and ``{by="self"}``
+count both cases.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 import zlib
 from collections import Counter
@@ -24,19 +24,22 @@ from typing import Any
 
 import httpx
 import prometheus_client
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from primerl_hpc.common.long_call import while_published
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import VERSION_HEADER, RunDir, read_endpoints
+from primerl_hpc.inference.chat_requests import replay_body
+from primerl_hpc.run.access.keys import RunKeys, run_keys
+from primerl_hpc.run.calls import while_published
+from primerl_hpc.run.endpoints import PublishedEngines
+from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
 
 logger = logging.getLogger(__name__)
 
 TOKENS_IN = "/inference/v1/generate"
 ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", TOKENS_IN})
-LOOK_S = 1.0
+POLL_S = 1.0
 CONNECT_S = 5.0
-_OF_THE_ANSWER = frozenset(
+_OUTPUT_PARAMETERS = frozenset(
     {
         "max_tokens",
         "max_completion_tokens",
@@ -48,14 +51,15 @@ _OF_THE_ANSWER = frozenset(
     }
 )
 _PREFILLS = prometheus_client.Counter(
-    "primerl_prefill", "Prompts read by another engine, or by this one where none could.", ["by"]
+    "primerl_prefill", "Prompts prefilled by another engine (other), or locally if none could (self).", ["by"]
 )
 
 
 def prefill_request(path: str, body: Any) -> dict[str, Any] | None:
-    """The same prompt for one token; None where there is nothing to hand over, or more than vLLM's connector does.
+    """Return a request for one token of the same prompt; None if the request must be prefilled locally.
 
-    That is: malformed bodies (vLLM answers them), one token, several samples or prompts, log-probabilities of the prompt, images.
+    These are malformed bodies (vLLM reports the error), requests for a single token, and what vLLM's connector does not
+    support: several samples or prompts, log-probabilities of the prompt, and images.
     """
     parameters = body.get("sampling_params") if path == TOKENS_IN and isinstance(body, dict) else body
     if not isinstance(parameters, dict) or body.get("kv_transfer_params") is not None:
@@ -68,10 +72,10 @@ def prefill_request(path: str, body: Any) -> dict[str, Any] | None:
         return None
     if body.get("features") or _has_images(body.get("messages")):
         return None
-    short = {name: value for name, value in parameters.items() if name not in _OF_THE_ANSWER}
+    short = {name: value for name, value in parameters.items() if name not in _OUTPUT_PARAMETERS}
     short["max_tokens"] = 1
     if path == TOKENS_IN:
-        rest = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+        rest = {name: value for name, value in body.items() if name not in _OUTPUT_PARAMETERS}
         short = {**rest, "sampling_params": short}
     return {**short, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 
@@ -81,19 +85,22 @@ def _is_ids(prompt: list[Any]) -> bool:
 
 
 def _has_images(messages: Any) -> bool:
-    """Whether a part of a message is anything but text."""
-    every = messages if isinstance(messages, list) else []
-    contents = [each.get("content") for each in every if isinstance(each, dict)]
+    """True if a message has a part that is not text."""
+    messages = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
 
 
 class RemotePrefill:
+    """Middleware that requests the prefill of each prompt from a prefill engine."""
+
     def __init__(self, app: ASGIApp, run: RunDir, state: Any) -> None:
         """``state``: the `EngineState` of this process."""
         self.app, self.state = app, state
-        self.engines = PrefillEngines(run, state.api_key)
-        self.is_alone = False
+        self.engines = PrefillEngines(run, run_keys(run))
+        self.is_local = False
+        """True while prompts are prefilled locally, because the last request to the prefill engines failed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ROUTES:
@@ -104,114 +111,106 @@ class RemotePrefill:
             body = json.loads(raw)
         except (JSONDecodeError, UnicodeDecodeError):
             body = None
-        gone = asyncio.ensure_future(receive())  # the next that comes is that the client has gone
+        disconnected = asyncio.ensure_future(receive())  # after the body, the next message is the disconnect
         try:
             request = prefill_request(scope["path"], body)
-            if request is not None:
-                asked = asyncio.ensure_future(self._ask(scope, request))
+            if request is not None and body is not None:
+                prefill = asyncio.ensure_future(self._prefill(scope, request))
                 try:
-                    await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
-                    if not asked.done():
+                    await asyncio.wait({prefill, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+                    if not prefill.done():
                         return None
-                    if (params := asked.result()) is not None:
+                    if (params := prefill.result()) is not None:
                         raw = json.dumps({**body, "kv_transfer_params": params}).encode()
                 finally:
-                    asked.cancel()
-            await self.app(_of_length(scope, len(raw)), _replay(raw, gone), send)
+                    prefill.cancel()
+            await self.app(_with_length(scope, len(raw)), replay_body(raw, disconnected), send)
         finally:
-            gone.cancel()
+            disconnected.cancel()
 
-    async def _ask(self, scope: Scope, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Where the prompt's KV blocks are; None: nowhere."""
+    async def _prefill(self, scope: Scope, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Have a prefill engine process the prompt. Returns the location of its KV blocks; None: prefill locally."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         for name, url in await self.engines.in_order(headers.get("x-session-id")):
             try:
-                answer = await self.engines.post(name, url + scope["path"], request)
+                response = await self.engines.post(name, url + scope["path"], request)
             except httpx.HTTPError as error:
-                self._note(f"{name}: {type(error).__name__} {error}")
+                self._log_change(f"{name}: {type(error).__name__} {error}")
                 continue
-            if answer.is_client_error:
-                return None  # the client's fault, and for vLLM here to say
-            params = answer.json().get("kv_transfer_params") if answer.is_success else None
+            if response.is_client_error:
+                return None  # an invalid request: vLLM in this engine reports the error
+            params = response.json().get("kv_transfer_params") if response.is_success else None
             if params is None:
-                self._note(f"{name}: HTTP {answer.status_code} {answer.text[:200]}")
-            elif answer.headers.get(VERSION_HEADER) != str(self.state.version):
-                await self._give_back(scope, params)  # an update reached one of us before the other
+                self._log_change(f"{name}: HTTP {response.status_code} {response.text[:200]}")
+            elif response.headers.get(VERSION_HEADER) != str(self.state.version):
+                await self._release_blocks(scope, params)  # only one of the engines has the new version yet
                 break
             else:
-                self._note(None)
+                self._log_change(None)
                 _PREFILLS.labels("other").inc()
                 return dict(params)
         else:
-            self._note("no engine that prefills is there")
+            self._log_change("no prefill engine available")
         _PREFILLS.labels("self").inc()
         return None
 
-    async def _give_back(self, scope: Scope, params: dict[str, Any]) -> None:
-        """Blocks that nobody will pull."""
+    async def _release_blocks(self, scope: Scope, params: dict[str, Any]) -> None:
+        """Notify the prefill engine that its blocks will not be pulled."""
         engine = scope["app"].state.engine_client
         await engine.notify_kv_transfer_request_rejected(f"unused-{uuid.uuid4().hex}", params)
 
-    def _note(self, fault: str | None) -> None:
-        """Say when it begins, and when it is over."""
-        if fault is not None and not self.is_alone:
-            logger.warning("%s; prompts that no other engine reads are read here", fault)
-        elif fault is None and self.is_alone:
-            logger.info("prompts are read by other engines again")
-        self.is_alone = fault is not None
+    def _log_change(self, fault: str | None) -> None:
+        """Log when remote prefill starts to fail, and when it works again (``fault`` None)."""
+        if fault is not None and not self.is_local:
+            logger.warning("%s; prefilling locally", fault)
+        elif fault is None and self.is_local:
+            logger.info("remote prefill works again")
+        self.is_local = fault is not None
 
 
 class PrefillEngines:
-    """Published engines that prefill, asked with the run's key."""
+    """The prefill engines that are published in the run directory."""
 
-    def __init__(self, run: RunDir, api_key: str) -> None:
-        self.run = run
-        self.ours: Counter[str] = Counter()  # requests in flight
-        self._urls: dict[str, str] = {}
-        self._looked_at = -LOOK_S
+    def __init__(self, run: RunDir, keys: RunKeys) -> None:
+        self.in_flight: Counter[str] = Counter()  # requests from this process, by engine
+        self._published = PublishedEngines(run, Role.PREFILL.value, busy_s=POLL_S)
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"},
+            verify=keys.client_context(),
+            headers=keys.headers,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
         )
 
     async def in_order(self, session: str | None) -> list[tuple[str, str]]:
-        """(name, URL), whom to ask first at the front."""
-        urls = await self._look()
+        """Return (name, URL) of the engines in the order in which to try them."""
+        urls = await self._urls()
         if session is None:
-            return sorted(urls.items(), key=lambda each: (self.ours[each[0]], each[0]))
-        return sorted(urls.items(), key=lambda each: zlib.crc32(f"{session} {each[0]}".encode()))
+            return sorted(urls.items(), key=lambda engine: (self.in_flight[engine[0]], engine[0]))
+        return sorted(urls.items(), key=lambda engine: zlib.crc32(f"{session} {engine[0]}".encode()))
 
     async def post(self, name: str, url: str, body: dict[str, Any]) -> httpx.Response:
-        """As long as the engine is published there: one that hangs is ended by the supervisor. Raises httpx.HTTPError."""
+        """Send a request and wait while the engine stays published at this URL. Raises httpx.HTTPError.
+
+        There is no other time limit: the supervisor ends an engine that hangs.
+        """
 
         async def is_published() -> bool:
-            return url.startswith((await self._look()).get(name, "?"))
+            return url.startswith((await self._urls()).get(name, "?"))
 
-        self.ours[name] += 1
+        self.in_flight[name] += 1
         try:
-            return await while_published(self._client.post(url, json=body), is_published, look_s=LOOK_S)
+            return await while_published(self._client.post(url, json=body), is_published, poll_s=POLL_S)
         finally:
-            self.ours[name] -= 1
+            self.in_flight[name] -= 1
 
-    async def _look(self) -> dict[str, str]:
-        if time.monotonic() - self._looked_at >= LOOK_S:
-            self._looked_at = time.monotonic()
-            self._urls = await asyncio.to_thread(self._published)
-        return self._urls
-
-    def _published(self) -> dict[str, str]:
-        """Without those whose restart was asked for."""
-        return {
-            name: str(end["url"])
-            for name, end in read_endpoints(self.run, Role.PREFILL.value).items()
-            if not self.run.restart_request(name).exists()
-        }
+    async def _urls(self) -> dict[str, str]:
+        """Return the URLs by name, as the run directory was last listed."""
+        return await asyncio.to_thread(self._published.urls)
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """The request's body; None when the client has gone."""
+    """Return the request's body; None if the client disconnected."""
     parts, has_more = [], True
     while has_more:
         message = await receive()
@@ -222,15 +221,6 @@ async def _read(receive: Receive) -> bytes | None:
     return b"".join(parts)
 
 
-def _replay(body: bytes, then: asyncio.Future[Message]) -> Receive:
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return first.pop() if first else await asyncio.shield(then)
-
-    return receive
-
-
-def _of_length(scope: Scope, length: int) -> Scope:
+def _with_length(scope: Scope, length: int) -> Scope:
     others = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     return {**scope, "headers": [*others, (b"content-length", str(length).encode())]}

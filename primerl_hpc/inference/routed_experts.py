@@ -1,8 +1,8 @@
-"""The experts that vLLM chose, in the form that the verifiers client reads.
+"""Convert the selected experts in vLLM's responses to the format that the verifiers client reads.
 
-vLLM sends ``"routed_experts": "<base64 of an .npy file>"``, the client expects ``{"data": "<base64 of the numbers>", "shape":
-[tokens, layers, k], "start": first token, "dtype": "uint8"}``, in this order. A reply is megabytes of it: it is cut out
-and put in again, and never parsed as JSON.
+vLLM sends ``"routed_experts": "<base64 of an .npy file>"``. The client expects ``{"data": "<base64 of the array>",
+"shape": [tokens, layers, k], "start": first token, "dtype": "uint8"}``, in this order. A response holds megabytes of
+it, so the field is replaced in the bytes and the response is not parsed as JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import numpy as np
 from starlette.requests import Request
 from starlette.types import Message, Receive, Send
 
+from primerl_hpc.inference.chat_requests import read_body
+
 GENERATE = "/inference/v1/generate"
-THEIRS = re.compile(rb'"routed_experts":"([^"]*)"')
+VLLM_FIELD = re.compile(rb'"routed_experts":"([^"]*)"')
 START = re.compile(rb'"routed_experts_prompt_start":\s*(\d+)')
 
 
-def reworded(reply: bytes, start: int) -> bytes:
-    """``start``: the token whose experts come first."""
-    return THEIRS.sub(lambda found: _ours(found[1], start), reply)
+def rewrite_experts(body: bytes, start: int) -> bytes:
+    """Return the response body with converted experts. ``start``: index of the first token that has experts."""
+    return VLLM_FIELD.sub(lambda match: _client_field(match[1], start), body)
 
 
-def _ours(theirs: bytes, start: int) -> bytes:
-    file = io.BytesIO(binascii.a2b_base64(theirs))
+def _client_field(encoded: bytes, start: int) -> bytes:
+    file = io.BytesIO(binascii.a2b_base64(encoded))
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     rest = json.dumps({"shape": shape, "start": start, "dtype": dtype.name}, separators=(",", ":"))
@@ -35,37 +37,29 @@ def _ours(theirs: bytes, start: int) -> bytes:
     return b'"routed_experts":{"data":"' + numbers + b'",' + rest[1:].encode()
 
 
-async def rewording(request: Request, send: Send) -> tuple[Receive, Send]:
-    """What the application behind a middleware gets instead, of a request for tokens."""
-    asked = await request.body()
-    found = START.search(asked)
+async def rewrite_response(request: Request, send: Send) -> tuple[Receive, Send]:
+    """Return replacements for ``receive`` and ``send`` that convert the experts in the response to a token request."""
+    request_body, receive = await read_body(request)
+    found = START.search(request_body)
     start = int(found[1]) if found else 0
-    is_given = False
     head: Message | None = None
     parts: list[bytes] = []
 
-    async def receive() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await request.receive()
-        is_given = True
-        return {"type": "http.request", "body": asked, "more_body": False}
-
-    async def send_it(message: Message) -> None:
+    async def send_rewritten(message: Message) -> None:
         nonlocal head
         if message["type"] == "http.response.start" and _is_json(message):
             head = message
-        elif head is None:  # a stream of events: not what the client asks for
+        elif head is None:  # an event stream, which the verifiers client never requests
             await send(message)
         else:
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
-                body = reworded(b"".join(parts), start)
-                others = [each for each in head["headers"] if each[0].lower() != b"content-length"]
+                body = rewrite_experts(b"".join(parts), start)
+                others = [header for header in head["headers"] if header[0].lower() != b"content-length"]
                 await send({**head, "headers": [*others, (b"content-length", str(len(body)).encode())]})
                 await send({"type": "http.response.body", "body": body})
 
-    return receive, send_it
+    return receive, send_rewritten
 
 
 def _is_json(head: Message) -> bool:

@@ -1,21 +1,24 @@
-"""Starts one engine: binds its port, picks the weights to start from, serves, and publishes itself when it works.
+"""Start one engine: bind its port, choose the initial weights, serve, and publish the endpoint once it is ready.
 
-    run_engine(run, plan, phase, "inference-0")        # returns after SIGTERM, raises RoleError when the engine dies
+    run_engine(run, plan, phase, "inference-0")        # returns after SIGTERM, raises RoleError if the engine dies
 
-The port is bound here and the open socket handed to vLLM, so nobody can take it in between; a restarted engine asks
-for its old port first, so that its URL stays the same. The endpoint is published only after the engine has generated a
-token: a listening port is not readiness.
+The port is bound here and the open socket is passed to vLLM, so no other process can take the port in between. A
+restarted engine tries its previous port first, so that its URL stays the same. The endpoint is published only after the
+engine has generated a token: a listening port does not mean that it is ready.
 
-An engine over several nodes is this process on each of them. The first one decides the weights for all, serves and
-publishes; the others are headless. A node that ends takes the whole engine with it (srun's ``--wait``).
+A multi-node engine runs this process on every node. The first one chooses the weights for all, serves and publishes the
+endpoint; the others are headless. If one of the processes exits, the complete engine ends (srun's ``--wait``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import logging
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,46 +28,62 @@ import httpx
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, RoleError
 from primerl_hpc.common.files import read_json_or_none
-from primerl_hpc.common.leases import HeldLease
-from primerl_hpc.common.listen import bind_listener, free_ports, listen_host
-from primerl_hpc.common.names import Role
-from primerl_hpc.common.rendezvous import meet
-from primerl_hpc.common.rundir import RunDir, ensure_api_key, publish_endpoint
+from primerl_hpc.common.names import Kind, Role
+from primerl_hpc.common.node.compile_caches import CompileCaches
+from primerl_hpc.common.node.imports import without_collections
+from primerl_hpc.common.node.start_phases import own_phases
+from primerl_hpc.common.safety.error_text import describe_error, last_error
+from primerl_hpc.common.safety.images import restrict_pillow
 from primerl_hpc.inference import routes
 from primerl_hpc.inference.checkpoint import read_headers
 from primerl_hpc.inference.engine_args import engine_args, node_args
+from primerl_hpc.inference.turns import KEEP_WEIGHTS, sleep_level, wait_for_turn
+from primerl_hpc.inference.worker.start_times import read_start_times
 from primerl_hpc.plan.types import PhasePlan, Plan
-from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.transport.weights_filesystem import MANIFEST
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.access.elsewhere import homes_of
+from primerl_hpc.run.access.keys import RunKeys, run_keys
+from primerl_hpc.run.endpoints import publish_endpoint
+from primerl_hpc.run.leases import HeldLease
+from primerl_hpc.run.ports import bind_listener, free_ports, listen_host, set_collective_interfaces
+from primerl_hpc.run.rendezvous import meet
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.transport.base_models.engine_options import ADJUSTED, check_engine
+from primerl_hpc.transport.base_models.staging import local_copy
+from primerl_hpc.transport.weights.filesystem import MANIFEST
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StartWeights:
+    """The weights that an engine starts with."""
+
     path: str
     version: int
     lease: HeldLease | None = None
     """Held while loading, so that the trainer does not delete the folder."""
     adapter: Path | None = None
-    """What is loaded on top of ``path``, once the engine runs."""
+    """Adapter that is loaded on top of ``path`` once the engine serves."""
     manifest: Any = None
-    """Of a policy version, as it was when it was chosen."""
+    """The version's manifest at the time it was chosen; None for a base model or an adapter."""
 
     def check(self) -> None:
-        """Raises RoleError when a recovered trainer wrote the version again while it was loaded, file by file."""
+        """Raise RoleError if a restarted trainer wrote the version again while the engine loaded its files."""
         if self.manifest is not None and read_json_or_none(Path(self.path) / MANIFEST) != self.manifest:
-            raise RoleError("the weights were replaced while the engine loaded them", place=self.path)
+            raise RoleError("the weights were replaced while the engine loaded them", location=self.path)
 
     def release(self) -> None:
+        """Release the lease."""
         if self.lease is not None:
             self.lease.release()
 
 
 def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: bool = False) -> StartWeights:
-    """The newest whole policy version, else the base model as version 0. A damaged folder is passed over aloud.
+    """Return the newest policy version whose folder is intact; the base model as version 0 if there is none.
 
-    Adapters go on top of the base model; before the first of them there is no version (-1).
+    A damaged folder is skipped with a warning. Adapters are loaded on top of the base model; before the first adapter
+    there is no version (-1).
     """
     for version in reversed(run.stable_weights()):
         folder = run.weights_step(version)
@@ -78,18 +97,30 @@ def choose_start_weights(run: RunDir, base: str, reader: str, *, has_adapters: b
             return StartWeights(str(folder), version, held, manifest=manifest)
         except (DataError, OSError) as error:
             lease.unlink(missing_ok=True)
-            logger.warning("policy version %d cannot be served: %s", version, error)
+            logger.warning("cannot serve policy version %d, trying the previous one: %s", version, error)
     return StartWeights(base, -1 if has_adapters else 0)
 
 
-def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str, *, is_frozen: bool = False) -> None:
-    """Serve until SIGTERM, a frozen model from the phase's initial weights, the policy from its newest ones.
+def run_engine(
+    run: RunDir,
+    plan: Plan,
+    phase: PhasePlan,
+    process: str,
+    *,
+    is_frozen: bool = False,
+    caches: CompileCaches | None = None,
+) -> None:
+    """Serve until SIGTERM. ``is_frozen``: serve the phase's initial weights instead of the newest policy version.
+    ``caches``: compile caches that are saved once the engine is ready.
 
-    Raises ConfigError for arguments vLLM refuses, RoleError when the engine dies.
+    Raises ConfigError for arguments that vLLM rejects, RoleError if the engine dies.
     """
     num_nodes, node_rank = len(phase.process(process).nodes), env.slurm_node_rank()
+    set_collective_interfaces(plan.num_hosts)
     if phase.recipe.layout.inference.prefill is not None:
         open_side_channel(plan, phase.recipe)
+    if phase.recipe.layout.takes_turns and not is_frozen:
+        wait_for_turn(run, process)
     chosen: list[StartWeights] = []
 
     def choose() -> dict[str, Any]:
@@ -102,85 +133,140 @@ def run_engine(run: RunDir, plan: Plan, phase: PhasePlan, process: str, *, is_fr
 
     if num_nodes == 1:
         choose()
-        return _serve(run, plan, phase, process, chosen[0], more=[])
+        return _serve(run, plan, phase, process, chosen[0], [], caches)
     address = meet(run, process, node_rank=node_rank, choose=choose)
-    os.environ["VLLM_HOST_IP"] = listen_host(num_nodes)  # vLLM would ask the route to the internet
+    os.environ["VLLM_HOST_IP"] = listen_host(num_nodes)  # vLLM's default is the address of the internet route
     more = node_args(phase.recipe.layout.inference, num_nodes, node_rank, address)
     if node_rank == 0:
-        return _serve(run, plan, phase, process, chosen[0], more)
+        return _serve(run, plan, phase, process, chosen[0], more, caches)
     return _serve_headless(plan, phase, process, address["path"], more)
 
 
 def _serve(
-    run: RunDir, plan: Plan, phase: PhasePlan, process: str, weights: StartWeights, more: list[str]
+    run: RunDir,
+    plan: Plan,
+    phase: PhasePlan,
+    process: str,
+    weights: StartWeights,
+    more: list[str],
+    caches: CompileCaches | None,
 ) -> None:
     from primerl_hpc.inference import vllm_compat
 
     listener = bind_listener(listen_host(plan.num_hosts), run.last_port(process))
     host, port = listener.getsockname()[:2]
-    recipe = phase.recipe
-    state = routes.EngineState(
-        process,
-        env.attempt(),
-        env.incarnation(),
-        weights.version if weights.adapter is None else -1,
-        api_key=ensure_api_key(run),
-        base_path=phase.model_path,
-        adapter=None if recipe.lora is None else recipe.policy_name,
-        returns_experts=recipe.replays_routers,
-        prefill_run=run if _decodes(phase, process) else None,
-    )
+    url, keys, recipe = f"https://{host}:{port}", run_keys(run), phase.recipe
+    with without_collections():  # imports transformers and torch
+        state = _engine_state(run, phase, process, weights)
     routes.install(state)
+    certificate = str(keys.server_certificate(process, host))
+    more = [*more, "--ssl-keyfile", certificate, "--ssl-certfile", certificate]
     args = _parse([*_arguments(plan, phase, process, weights.path), *more])
     logger.info("starting vLLM on %s:%d with policy version %d", host, port, weights.version)
 
-    async def companion() -> None:
+    phases = own_phases()
+    phases.end("imports and arguments")
+
+    async def publish_when_ready() -> None:
         try:
-            await probe(f"http://{host}:{port}", state.api_key)
+            await wait_until_healthy(url, keys)
+            phases.end("engine", read_start_times())
+            await probe(url, keys)
+            phases.end("first token")
             weights.check()
             if weights.adapter is not None:
-                await load_adapter(f"http://{host}:{port}", state.api_key, weights)
+                await load_adapter(url, keys, weights)
         finally:
             weights.release()
         publish_endpoint(
             run,
             process,
-            f"http://{host}:{port}",
+            url,
             model=recipe.policy_name,
             version=weights.version,
             admin=True,
+            phases=phases.seconds,
         )
-        logger.info("serving %s at http://%s:%d", recipe.policy_name, host, port)
-        await until_told_to_stop(state)
+        logger.info("serving %s at %s", recipe.policy_name, url)
+        if caches is not None:
+            await asyncio.to_thread(caches.save)
+        await wait_for_stop(state)
 
     try:
-        vllm_compat.serve(args, listener, companion)
+        vllm_compat.serve(args, listener, publish_when_ready)
     finally:
         weights.release()
         listener.close()
 
 
-def _decodes(phase: PhasePlan, process: str) -> bool:
-    """Whether others prefill for this engine."""
+def _engine_state(run: RunDir, phase: PhasePlan, process: str, weights: StartWeights) -> routes.EngineState:
+    recipe = phase.recipe
+    return routes.EngineState(
+        process,
+        env.attempt(),
+        env.incarnation(),
+        weights.version if weights.adapter is None else -1,
+        api_key=run_keys(run).api_key,
+        base_path=phase.model_path,
+        weight_roots=weight_roots(run, recipe),
+        adapter_roots=(run.root, *homes_of(run), *map(Path, recipe.inference.adapter_dirs)),
+        max_adapters=recipe.inference.num_adapters,
+        adapter=None if recipe.lora is None else recipe.policy_name,
+        template_settings=_template_settings(recipe),
+        returns_experts=recipe.replays_routers,
+        prefill_run=run if _uses_remote_prefill(phase, process) else None,
+        sleep_level=_sleep_level(phase),
+    )
+
+
+def _sleep_level(phase: PhasePlan) -> int:
+    """Return vLLM's level of sleep for the engines of a phase; it matters only where they take turns."""
+    if not phase.recipe.layout.takes_turns:
+        return KEEP_WEIGHTS
+    return sleep_level(phase.recipe, is_stored_quantized=_has_quantization(phase.recipe, phase.model_path))
+
+
+def _template_settings(recipe: Recipe) -> frozenset[str]:
+    """Return the names that ``chat_template_kwargs`` of requests may set; none if the tokenizer cannot be loaded."""
+    from primerl_hpc.recipe.renderer import load_tokenizer
+    from primerl_hpc.recipe.template_settings import template_settings
+
+    try:
+        return template_settings(load_tokenizer(recipe.model))
+    except (OSError, ValueError) as error:  # vLLM reports a missing tokenizer in more detail
+        logger.warning("the tokenizer cannot be loaded, so no chat_template_kwargs are accepted: %s", error)
+        return frozenset()
+
+
+def weight_roots(run: RunDir, recipe: Recipe) -> tuple[Path, ...]:
+    """Return the folders of the run, and for an evaluation the folder of the evaluated versions."""
+    evaluated = recipe.evaluation.weights if recipe.evaluation is not None else None
+    return (run.root, *homes_of(run), *([Path(evaluated)] if evaluated is not None else []))
+
+
+def _uses_remote_prefill(phase: PhasePlan, process: str) -> bool:
+    """True if prefill engines process prompts for this engine."""
     has_prefill = phase.recipe.layout.inference.prefill is not None
     return has_prefill and phase.process(process).role == Role.INFERENCE
 
 
 def open_side_channel(plan: Plan, recipe: Recipe) -> None:
-    """Say where engines tell each other of their KV blocks: free ports of this life, one per data-parallel rank.
+    """Set the address at which vLLM's connector exchanges metadata of KV blocks.
 
-    Raises ConfigError where vLLM's connector cannot work.
+    One free port per data-parallel rank. Raises ConfigError if the package nixl is not installed.
     """
     from primerl_hpc.inference import vllm_compat
 
     if not vllm_compat.has_nixl():
         raise ConfigError(
-            "layout.inference.prefill needs the package nixl, which carries KV blocks between engines",
-            mend="pip install 'primerl-hpc[prefill]' in the engines' environment, or leave prefill out",
+            "layout.inference.prefill requires the package nixl, which transfers KV blocks between engines",
+            hint="pip install 'primerl-hpc[prefill]' in the engines' environment, or remove prefill",
         )
     host = listen_host(plan.num_hosts)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(host, recipe.layout.inference.data_parallel))
+    num_ranks = recipe.layout.inference.data_parallel
+    assert isinstance(num_ranks, int)  # `auto` is resolved in the plan
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(host, num_ranks))
 
 
 def _serve_headless(plan: Plan, phase: PhasePlan, process: str, model_path: str, more: list[str]) -> None:
@@ -191,28 +277,66 @@ def _serve_headless(plan: Plan, phase: PhasePlan, process: str, model_path: str,
 
 
 def check_adapters(recipe: Recipe, model_path: str, accelerator: str) -> None:
-    """Raises ConfigError where vLLM could not serve the adapters that the run trains."""
-    if recipe.lora is None or accelerator != "cpu":
+    """Raise ConfigError if vLLM cannot serve the adapters that the run trains."""
+    if (recipe.lora is None and not recipe.inference.num_adapters) or accelerator != "cpu":
         return
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=recipe.model.trust_remote_code)
-    text = config.get_text_config()
+    text = _model_config(recipe, model_path).get_text_config()
     if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ConfigError(
-            "vLLM on CPUs serves no adapters on a mixture of experts",
-            place=f"model {recipe.model.name}",
-            mend="leave out lora, or train adapters with kind sft",
+            "vLLM on CPUs does not support adapters for mixture-of-experts models",
+            location=f"model {recipe.model.name}",
+            hint="remove lora or inference.adapter_dirs, or train adapters with kind sft",
         )
 
 
+def is_stored_quantized(recipe: Recipe, model_path: str) -> bool:
+    """True if the recipe sets a quantization and the checkpoint's own configuration names one too."""
+    return recipe.inference.quantization is not None and _has_quantization(recipe, model_path)
+
+
+def _has_quantization(recipe: Recipe, model_path: str) -> bool:
+    """True if the checkpoint's own configuration names a quantization."""
+    return bool(getattr(_model_config(recipe, model_path), "quantization_config", None))
+
+
+def _model_config(recipe: Recipe, model_path: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def family_config(recipe: Recipe, model_path: str) -> dict[str, Any]:
+    """Return the model's config.json, with transformers' defaults for families that have `engine_options`.
+
+    Empty if it cannot be read: vLLM reports that in more detail, and knows families that transformers does not.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(model_path)
+    except (OSError, ValueError):
+        return {}
+    is_adjusted = found.get("model_type") in ADJUSTED
+    return _model_config(recipe, model_path).to_dict() if is_adjusted else found
+
+
 def _arguments(plan: Plan, phase: PhasePlan, process: str, model_path: str) -> list[str]:
-    check_adapters(phase.recipe, phase.model_path, plan.accelerator)
+    recipe, config = phase.recipe, family_config(phase.recipe, phase.model_path)
+    check_adapters(recipe, phase.model_path, plan.accelerator)
+    if recipe.kind == Kind.RL:
+        family = config.get("model_type")
+        check_engine(family, recipe.model.name, plan.accelerator, is_untested=recipe.model.untested)
+    # the base model, not a policy version: those are copied as deltas, or read once
+    if model_path == phase.model_path:
+        model_path = local_copy(model_path)
     return engine_args(
-        phase.recipe,
+        recipe,
         model_path=model_path,
         accelerator=plan.accelerator,
         is_prefill=phase.process(process).role == Role.PREFILL,
+        is_stored_quantized=is_stored_quantized(recipe, model_path),
+        traces=str(RunDir(Path(plan.run_dir)).engine_traces(process)),
+        model_config=config,
     )
 
 
@@ -220,47 +344,61 @@ def _parse(arguments: list[str]) -> Any:
     from primerl_hpc.inference import vllm_compat
 
     logger.info("vLLM's arguments: %s", arguments)
+    printed = io.StringIO()  # argparse prints the reason and exits with 2
+    restrict_pillow(for_vllm=True)  # before vLLM reads its variables
     try:
-        return vllm_compat.parse_serve_args(arguments)
+        with contextlib.redirect_stderr(printed), without_collections():  # imports vLLM
+            parsed = vllm_compat.parse_serve_args(arguments)
     except (SystemExit, ValueError) as error:
+        reason = last_error(printed.getvalue().splitlines()) or describe_error(error)
         raise ConfigError(
-            f"vLLM refuses the engine's arguments ({error})",
-            mend="look at inference.extra_args and layout.inference",
+            f"vLLM rejects the engine's arguments: {reason}",
+            hint="check inference.extra_args and layout.inference",
         ) from error
+    sys.stderr.write(printed.getvalue())
+    return parsed
 
 
-async def probe(url: str, api_key: str) -> None:
-    """Wait until the server listens and has generated one token. Raises RoleError when it answers but cannot."""
-    async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-        while True:  # bounded by the plan's ready_timeout_s, which the supervisor watches
-            try:
+def _own_client(keys: RunKeys) -> httpx.AsyncClient:
+    context, headers = keys.client_context(), keys.headers
+    return httpx.AsyncClient(verify=context, headers=headers, trust_env=False, timeout=None)
+
+
+async def wait_until_healthy(url: str, keys: RunKeys) -> None:
+    """Wait until the server accepts requests. The supervisor enforces the plan's ``ready_timeout_s``."""
+    async with _own_client(keys) as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"{url}/health")).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
+                    return
             await asyncio.sleep(0.05)
-        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
-        headers = {"Authorization": f"Bearer {api_key}"}
-        answer = await client.post(f"{url}/inference/v1/generate", json=body, headers=headers)
-    if answer.status_code != 200:
+
+
+async def probe(url: str, keys: RunKeys) -> None:
+    """Generate one token with a healthy server. Raises RoleError if it cannot.
+
+    vLLM's CPU kernel of Qwen3.5's convolution fails on a prompt of one token.
+    """
+    async with _own_client(keys) as client:
+        body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
+        response = await client.post(f"{url}/inference/v1/generate", json=body)
+    if response.status_code != 200:
         raise RoleError(
-            f"the engine started but cannot generate: HTTP {answer.status_code} {answer.text[:300]}"
+            f"the engine started but cannot generate: HTTP {response.status_code} {response.text[:300]}"
         )
 
 
-async def load_adapter(url: str, api_key: str, weights: StartWeights) -> None:
-    """As the orchestrator would. Raises RoleError when the engine refuses it."""
+async def load_adapter(url: str, keys: RunKeys, weights: StartWeights) -> None:
+    """Load the initial adapter through ``POST /update_weights``. Raises RoleError if the engine rejects it."""
     body = {"path": str(weights.adapter), "version": weights.version}
-    async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-        answer = await client.post(
-            f"{url}/update_weights", json=body, headers={"Authorization": f"Bearer {api_key}"}
-        )
-    if answer.status_code != 200:
-        raise RoleError(f"the engine does not take its adapter: {answer.text[:300]}")
+    async with _own_client(keys) as client:
+        response = await client.post(f"{url}/update_weights", json=body)
+    if response.status_code != 200:
+        raise RoleError(f"the engine rejected its initial adapter: {response.text[:300]}")
 
 
-async def until_told_to_stop(state: routes.EngineState) -> None:
-    """Returns on SIGTERM; raises what a route found to be the end of this engine."""
+async def wait_for_stop(state: routes.EngineState) -> None:
+    """Wait for SIGTERM. Raises the exception with which a route ends this engine (`routes.EngineState.fault`)."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
     state.fault = stop

@@ -1,3 +1,6 @@
-"""Submits. Reading order: submit (new, resumed, prepared only) → prepare (the frozen run directory) → fork → evaluate →
-executor → sbatch (exactly one job, by common/sbatch) → refusals (SLURM's words); estimate, hub_cache and doctor look beforehand; bench measures a trainer
-here, bench_job over several nodes."""
+"""Submit runs and the jobs around them.
+
+Reading order: submit → submission → prepare → software, environments (checks before submission) → hub_cache (folders of
+the Hugging Face libraries) → executor → chain → follow_up → fork → cancel → evaluate. Subfolders: planning, new_recipe,
+code, prefetch, bundle, doctor, bench, export, storage.
+"""

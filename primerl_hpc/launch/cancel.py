@@ -1,33 +1,37 @@
-"""Stops a run: through its supervisor, which saves first; a job that has not started is taken out of the queue."""
+"""Stop a run through its supervisor, which saves first, or cancel a job that has not started."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from typing import Any
 
-from primerl_hpc.common.chain import chain_of
 from primerl_hpc.common.errors import OccupiedError, SchedulerError
-from primerl_hpc.common.files import read_json_or_none, wait_until, write_json
+from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.launch.chain import drop_jobs
-from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.snapshot import take_snapshot
-from primerl_hpc.runtime.requeue import CANCEL
+from primerl_hpc.observe.status.job_watcher import JobWatcher
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.access.ownership import check_may_change
+from primerl_hpc.run.job_chain import chain_of
+from primerl_hpc.run.rundir import CANCEL, RunDir
 
 WAIT_S = 900.0
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
-    """The state after the request; a run that has ended stays as it is.
+    """Request the end of a run; return its state afterwards. A run that has ended keeps its state.
 
-    Raises SchedulerError when the scheduler does not let go of a job that waits, TimeoutWaitingError when ``wait`` takes too long.
+    Raises OccupiedError for another user's run, SchedulerError if the scheduler does not cancel a waiting job,
+    TimeoutWaitingError if ``wait`` takes too long.
     """
+    check_may_change(run, hint="only its owner can cancel it")
     jobs = JobWatcher()
-    look = lambda: take_snapshot(run, jobs.facts_of([run]))  # noqa: E731
-    snapshot = look()
+    poll = lambda: take_snapshot(run, jobs.facts_of([run]))  # noqa: E731
+    snapshot = poll()
     state = snapshot.state
     if state.is_final or state == RunState.UNKNOWN:
         return state
@@ -38,33 +42,32 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
         attempt = max(earlier.get("attempt", 0), job.get("attempt", 0))
         write_json(run.state, {**earlier, "state": RunState.CANCELLED.value, "attempt": attempt})
     else:
-        write_json(run.stop_request, {"reason": CANCEL, "now": now})  # this needs no SLURM
+        write_json(run.stop_request, {"reason": CANCEL, "now": now})  # works without SLURM
         try:
             _drop_links(run, after=snapshot.job)
-        except (
-            SchedulerError
-        ) as error:  # the run takes them out at its end, and each ends as soon as it starts
-            print(f"warning: what waits for this run is in the queue still: {error}", file=sys.stderr)
+        except SchedulerError as error:
+            # the supervisor cancels them at its end; if not, each ends as soon as it starts
+            print(f"warning: jobs that wait for this run are still queued: {error}", file=sys.stderr)
     if wait:
-        wait_until(lambda: look().state.is_final, what=f"{run.root.name} to end", timeout_s=WAIT_S)
-    return look().state
+        wait_until(lambda: poll().state.is_final, what=f"{run.root.name} to end", timeout_s=WAIT_S)
+    return poll().state
 
 
 def _drop_links(run: RunDir, after: dict[str, Any]) -> None:
-    """The jobs that would start when the present one (``after``) has ended."""
+    """Cancel the jobs that would start after the current one (``after``)."""
     job = read_json_or_none(run.job) or {}
     if job.get("scheduler") != "slurm":
         return
     chain = chain_of(job)
     links = chain.after(str(after["job_id"])) if chain is not None else ()
-    drop_jobs([*links, *(each["job_id"] for each in job.get("after", {}).values())])
+    drop_jobs([*links, *(follow_up["job_id"] for follow_up in job.get("after", {}).values())])
 
 
 def _drop_job(job: dict[str, Any]) -> None:
     if job.get("scheduler") == "local" and "parent" in job:
         raise OccupiedError(
-            "on this machine it is one script with the run that it waits for",
-            mend=f"primerl-hpc cancel {job['parent']}",
+            "on this machine it is part of one script with the run that it follows",
+            hint=f"primerl-hpc cancel {shlex.quote(job['parent'])}",
         )
     if job.get("scheduler") == "local":
         try:

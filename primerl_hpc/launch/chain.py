@@ -1,45 +1,48 @@
-"""Several jobs queued as one: all of them or none, and none starts before the last one is in the queue.
+"""Submit several jobs together: all or none, and none starts before the last one is in the queue.
 
     with together() as jobs:
         first = jobs.submit(run, script)
         jobs.submit(run, script, f"--dependency=afterany:{first}")
 
-The first is held meanwhile: what it and the later ones read about each other (control/job.json) can be written in peace,
-and a first job that ends within milliseconds is still known to SLURM when the others name it (22.05 takes a dependency
-on a job that it has forgotten for fulfilled).
+The first job is held meanwhile: control/job.json, which it and the later ones read, can be completed before any starts,
+and a first job that would end within milliseconds is still known to SLURM when the others name it (SLURM 22.05 treats a
+dependency on a job that it no longer knows as fulfilled).
 """
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from primerl_hpc.common.errors import ConfigError, SchedulerError
+from primerl_hpc.common.errors import ConfigError, PrimerlError, SchedulerError
 from primerl_hpc.common.names import Kind
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.sbatch import FIRST_PAUSE_S, LAST_PAUSE_S
-from primerl_hpc.common.slurm import UnansweredError, ask
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.plan.types import Plan
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.command_lines import cancel_command, release_command
+from primerl_hpc.slurm.commands import UnansweredError, retry_ask
 
 MOST_LINKS = 100
 PATIENCE_S = 120.0
-"""How long a SLURM that does not answer is asked again."""
-_DONE_ALREADY = re.compile("has already finished|no longer pending execution|already completing or completed")
-"""What SLURM says to the second try when it had taken the first, and the job has come and gone meanwhile."""
+"""How long a command is repeated while SLURM does not answer."""
+_DONE_BEFORE = re.compile("has already finished|no longer pending execution|already completing or completed")
+"""SLURM's response to a retried command whose first try had succeeded, if the job has started or ended meanwhile."""
 
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """What a user asked for: ``links`` jobs in a row, or one more after each until the run is done."""
+    """The user's request: ``links`` jobs in a row, or one more after each until the run is done."""
 
     links: int = 1
     is_until_done: bool = False
+    is_here: bool = False
+    """The run starts in the allocation of this shell, without sbatch."""
+    budget: str | None = None
+    """Hours that all attempts of the run may use, ``500GPUh``; None: the budget that the run has, if any."""
 
     @property
     def is_chain(self) -> bool:
@@ -47,28 +50,36 @@ class ChainRequest:
 
 
 def check_chain(request: ChainRequest, plan: Plan) -> None:
-    """Raises ConfigError when a chain makes no sense for this run."""
+    """Raise ConfigError if the request contradicts itself, the profile or the recipe."""
+    if request.is_here and plan.scheduler != "slurm":
+        hint = "omit --here: this profile starts runs on this machine anyway"
+        raise ConfigError("--here needs a profile whose scheduler.type is slurm", hint=hint)
+    has_more = plan.num_elastic or plan.phases[-1].recipe.after is not None
+    if request.is_here and (request.is_chain or has_more):
+        raise ConfigError(
+            "--here starts one job: it excludes --chain, --until-done, elastic engines and after:"
+        )
     if not request.is_chain:
         return
     if request.links > 1 and request.is_until_done:
-        raise ConfigError("--chain and --until-done exclude each other", mend="give one of them")
+        raise ConfigError("--chain and --until-done cannot be combined", hint="use one of them")
     if plan.scheduler != "slurm":
         raise ConfigError(
-            f"profile '{plan.profile_name}' has no walltime, so one job is enough",
-            mend="leave --chain and --until-done out",
+            f"profile '{plan.profile_name}' has no walltime, so one job is sufficient",
+            hint="remove --chain and --until-done",
         )
     if plan.kind not in (Kind.RL, Kind.SFT):
         raise ConfigError(
-            f"a chain goes on from checkpoints, and a run of kind {plan.kind.value} makes none",
-            mend="raise scheduler.time in the profile instead",
+            f"a chain continues from checkpoints, but a run of kind {plan.kind.value} writes none",
+            hint="increase scheduler.time in the profile instead",
         )
     if plan.num_elastic:
         raise ConfigError(
-            "elastic engines belong to one job, which goes on by requeue",
-            mend="leave --chain and --until-done out",
+            "elastic engines belong to one job, which continues by requeue",
+            hint="remove --chain and --until-done",
         )
     if not 1 <= request.links <= MOST_LINKS:
-        raise ConfigError(f"--chain takes 1 to {MOST_LINKS} links")
+        raise ConfigError(f"--chain {request.links} is out of range: use 1 to {MOST_LINKS}")
 
 
 class JobsTogether:
@@ -76,15 +87,15 @@ class JobsTogether:
         self.ids: list[str] = []
 
     def submit(self, run: RunDir, script: Path, *options: str) -> str:
-        """The job's id. Raises SchedulerError when it is refused."""
+        """Submit the script; return the job's id. Raises SchedulerError if it is refused."""
         held = () if self.ids else ("--hold",)
         job = str(submit_script(run, script, "slurm", [*held, *options])["job_id"])
         self.ids.append(job)
         return job
 
     def submit_links(self, run: RunDir, script: Path, count: int) -> list[str]:
-        """``count`` jobs in a row. Each waits for all before it, or cancelling a link that waits would let the next
-        one start beside the one that runs."""
+        """Submit ``count`` jobs in a row; return their ids. Each waits for all jobs before it: otherwise
+        the cancellation of a waiting job would start the next one while another is still running."""
         links: list[str] = []
         for _ in range(count):
             wait = (f"--dependency=afterany:{':'.join(links)}",) if links else ()
@@ -92,69 +103,73 @@ class JobsTogether:
         return links
 
 
-class _UnsureError(UnansweredError):
-    """The jobs are complete in the queue, and may have started."""
+class _UncertainError(UnansweredError):
+    """All jobs are in the queue, and may have started."""
 
 
 @contextmanager
 def together() -> Iterator[JobsTogether]:
-    """Jobs that are queued inside start when the block is over; when it fails, they are taken out again.
+    """Start the jobs that are submitted in the block when it ends; cancel them if it fails.
 
-    Raises UnansweredError when SLURM does not say whether they started, or does not let them be taken out.
+    Raises UnansweredError if SLURM does not answer whether they were started, or does not cancel them.
     """
     jobs = JobsTogether()
     try:
         yield jobs
         _release(jobs.ids[0])
     except BaseException as error:
-        if not isinstance(error, _UnsureError):  # then they may run
-            _take_back(jobs.ids, error)
+        if not isinstance(error, _UncertainError):  # in that case they may be running
+            _cancel_submitted(jobs.ids, error)
         raise
 
 
 def _release(job: str) -> None:
     try:
-        _insist(["scontrol", "release", job])
+        _insist(release_command(job))
     except UnansweredError as error:
-        raise _UnsureError(
-            f"SLURM did not say whether it released job {job}, the first of those queued ({error.cause})",
-            mend=f"when it answers again: scontrol release {job}",
+        raise _UncertainError(
+            f"SLURM did not answer whether it released job {job}, the first of those submitted ({error.cause})",
+            hint=f"when SLURM answers again, run: scontrol release {job}",
+        ) from None
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"SLURM does not permit you to release job {job}, the first of several submitted together ({error.cause})",
+            hint="chains, `after` and elastic engines need `scontrol release`: ask the site to permit it, or submit "
+            "without them; no job of this run is left in the queue",
         ) from None
 
 
-def _take_back(ids: list[str], why: BaseException) -> None:
+def _cancel_submitted(ids: list[str], why: BaseException) -> None:
     try:
         drop_jobs(ids)
     except SchedulerError as error:
+        cause, details = (why.cause, why.details) if isinstance(why, PrimerlError) else (str(why), "")
         raise UnansweredError(
-            f"{str(why) or type(why).__name__}; what was queued before that is in the queue still ({error.cause})",
-            mend=f"when SLURM answers again: scancel {' '.join(ids)}",
+            f"{cause or type(why).__name__}; jobs submitted earlier are still queued ({error.cause})",
+            hint=f"when SLURM answers again, run: scancel {' '.join(ids)}",
+            details=details,
         ) from why
 
 
 def drop_jobs(ids: list[str]) -> None:
-    """Raises SchedulerError when scancel refuses or is not here, UnansweredError when it never answers."""
+    """Cancel jobs. Raises SchedulerError if scancel refuses or is missing, UnansweredError if it never answers."""
     if ids:
-        _insist(["scancel", *ids])
+        _insist(cancel_command(ids))
 
 
 def _insist(command: list[str]) -> None:
-    """Ask until SLURM answers; an earlier try, or the job's own end, may have brought about what is asked.
+    """Run the command until SLURM answers; it may already have taken effect by an earlier try or by the job's own end.
 
-    Raises SchedulerError when it refuses, UnansweredError when it does not answer for `PATIENCE_S`.
+    Raises SchedulerError if SLURM refuses, UnansweredError if it does not answer for `PATIENCE_S`.
     """
-    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
-    while True:
-        try:
-            ask(command)
-            return
-        except UnansweredError as error:
-            if time.monotonic() + pause_s > deadline:
-                raise
-            print(f"{error}; again in {pause_s:.0f} s", file=sys.stderr)
-        except SchedulerError as error:
-            if not _DONE_ALREADY.search(error.cause):
-                raise
-            return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LAST_PAUSE_S)
+    try:
+        retry_ask(command, limit_s=PATIENCE_S, before_pause=_report_retry)
+    except UnansweredError:
+        raise
+    except SchedulerError as error:
+        if not _DONE_BEFORE.search(error.cause):
+            raise
+
+
+def _report_retry(error: Exception | None, pause_s: float) -> None:
+    print(f"{error}; retrying in {pause_s:.0f} s", file=sys.stderr)

@@ -1,49 +1,59 @@
-"""Evaluations as runs of kind eval: of a recipe's model, of the policy versions of a run, of a model served elsewhere.
+"""Evaluations as runs of kind eval: of a recipe's model, of a run's policy versions, or of a model served elsewhere.
 
     loaded = load_evaluation(find_source("my-run"), EvalRequest(steps=(10, 20)), overrides=[])
-    submit_evaluation(loaded, profile, run_dir)        # None: all scores are there already
+    submit_evaluation(loaded, profile, run_dir)        # None: all scores exist already
 
-In a directory that holds an evaluation only what is missing is run; it must be of the same model and tasks.
+In a directory that holds an evaluation, only missing scores are computed; model and tasks must be the same.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from primerl_hpc.cluster.load import LoadedProfile, change_profile
-from primerl_hpc.cluster.schema import Scheduler
+from primerl_hpc.cluster.scheduler_schema import Scheduler
+from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError, NotFoundError, OccupiedError
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.common.registry import find_run, register_run
-from primerl_hpc.common.rundir import STABLE, RunDir
-from primerl_hpc.common.scores import read_scores
-from primerl_hpc.common.validate import validate
-from primerl_hpc.common.yamldoc import Document
-from primerl_hpc.launch.prepare import compile_for, freeze, make_script
+from primerl_hpc.launch.environments import check_environments
+from primerl_hpc.launch.software import check_software
+from primerl_hpc.launch.submission import Submission, check_run, compose, write_frozen
 from primerl_hpc.launch.submit import (
     Submitted,
     check_not_running,
-    check_run,
     prepare_run,
     queue_run,
     submit_run,
 )
 from primerl_hpc.plan.types import Plan, load_plan
-from primerl_hpc.recipe.evaluation_schema import Evaluation
-from primerl_hpc.recipe.load import LoadedRecipe, load_recipe, resolve_recipe_path, with_overrides
-from primerl_hpc.recipe.rollout_schema import EvalEnvironment, check_labels
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.custom_code import note_custom_code
+from primerl_hpc.recipe.load import (
+    LoadedRecipe,
+    load_recipe,
+    resolve_recipe_path,
+    validate_recipe,
+    with_overrides,
+)
+from primerl_hpc.recipe.schema.evaluation import EvaluationSettings
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.rollout import EvalEnvironment, check_labels
+from primerl_hpc.run.registry import find_run, register_run
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.scores import read_scores
+from primerl_hpc.run.step_dirs import STABLE
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the command line says on top of recipe or run; None and () leave what is there."""
+    """Command-line settings that override the recipe or run; None and () keep its settings."""
 
     environments: tuple[str, ...] = ()
-    """Labels of the recipe's, or ids of others."""
+    """Labels of the recipe's environments, or ids of others."""
     samples: int | None = None
     num_tasks: int | None = None
     model: str | None = None
@@ -58,7 +68,7 @@ class EvalRequest:
 
 
 def find_source(word: str) -> RunDir | Path:
-    """The run, or else the recipe, that a user means. Raises NotFoundError when it is neither."""
+    """Return the run or recipe that the argument names. Raises NotFoundError if it is neither."""
     if not Path(word).is_dir():
         try:
             return resolve_recipe_path(word)
@@ -67,74 +77,77 @@ def find_source(word: str) -> RunDir | Path:
                 return find_run(word)
             except NotFoundError:
                 raise NotFoundError(
-                    f"'{word}' is neither a recipe nor a run", mend=no_recipe.mend or "primerl-hpc list"
+                    f"'{word}' is neither a recipe nor a run", hint=no_recipe.hint or "primerl-hpc list"
                 ) from None
     return find_run(word)
 
 
 def load_evaluation(source: RunDir | Path, request: EvalRequest, overrides: Sequence[str]) -> LoadedRecipe:
-    """The eval recipe that is meant; ``overrides`` are keys of it. Raises ConfigError, NotFoundError."""
-    recipe, model_path, weights, path = _read(source)
-    settings = recipe.evaluation or Evaluation()
+    """Return the eval recipe; ``overrides`` are keys of it. Raises ConfigError, NotFoundError."""
+    base, model_path, weights = _read(source)
+    recipe = base.recipe
+    # kind sft uses the block for evaluation while training
+    own_settings = recipe.evaluation if recipe.kind == Kind.EVAL else None
+    settings = EvaluationSettings() if own_settings is None else own_settings
     evaluation = _settings(settings, request, weights)
-    made = recipe.for_evaluation(
-        Evaluation(),
+    derived = recipe.for_evaluation(
+        EvaluationSettings(),
         model_path=request.model or model_path,
         environments=_environments(recipe, request),
         replicas=request.replicas,
     )
     if request.model is not None:  # another model has its own tokenizer
-        made = made.model_copy(
-            update={"model": made.model.model_copy(update={"tokenizer": recipe.model.tokenizer})}
+        derived = derived.model_copy(
+            update={"model": derived.model.model_copy(update={"tokenizer": recipe.model.tokenizer})}
         )
     if "weights" not in evaluation:
-        made = made.model_copy(update={"lora": None})
+        derived = derived.model_copy(update={"lora": None})
     if recipe.kind == Kind.EVAL:
-        made = made.model_copy(update={"name": recipe.name, "tracking": recipe.tracking})
-    values = {**made.model_dump(mode="json", exclude_defaults=True), "evaluation": evaluation}
+        derived = derived.model_copy(update={"name": recipe.name, "tracking": recipe.tracking})
+    values = {**derived.model_dump(mode="json", exclude_defaults=True), "evaluation": evaluation}
     document = with_overrides(Document(values, {"evaluation": "the command line"}), overrides)
-    loaded = LoadedRecipe(validate(Recipe, document), document, path)
+    loaded = LoadedRecipe(validate_recipe(document), document, base.path, base.warnings)
     if loaded.recipe.evaluation is not None and loaded.recipe.evaluation.external is not None:
         loaded.recipe.evaluation.external.key()
     return loaded
 
 
-def _read(source: RunDir | Path) -> tuple[Recipe, str, Path | None, Path]:
-    """(recipe, version 0, folder of later versions, file)"""
+def _read(source: RunDir | Path) -> tuple[LoadedRecipe, str, Path | None]:
+    """Return (recipe, model of version 0, folder of later versions)."""
     if isinstance(source, Path):
-        recipe = load_recipe(str(source)).recipe
-        return recipe, recipe.model.name, None, source
+        loaded = load_recipe(str(source))
+        return loaded, loaded.recipe.model.name, None
     plan = load_plan(source)
     if plan.kind == Kind.EVAL:
         raise ConfigError(
-            "this run is an evaluation itself",
-            place=str(source.root),
-            mend=f"primerl-hpc scores {source.root.name} shows it, resume goes on with it",
+            "this run is an evaluation itself and cannot be evaluated",
+            location=str(source.root),
+            hint=f"show it with: primerl-hpc scores {shlex.quote(source.root.name)}; continue it with: resume",
         )
     phase = plan.phase(MAIN_PHASE)
     weights = source.weights if plan.kind in (Kind.RL, Kind.SFT) else None
-    return phase.recipe, phase.model_path, weights, source.recipe
+    return LoadedRecipe(phase.recipe, Document(), source.recipe), phase.model_path, weights
 
 
-def _settings(settings: Evaluation, request: EvalRequest, weights: Path | None) -> dict[str, Any]:
-    """The ``evaluation`` block as YAML would have it; `validate` looks at it like at a user's."""
+def _settings(settings: EvaluationSettings, request: EvalRequest, weights: Path | None) -> dict[str, Any]:
+    """Return the ``evaluation`` block as YAML values, which `validate_recipe` then checks like a user's."""
     values = settings.model_dump(mode="json", exclude_defaults=True)
     folder = request.weights or (weights if request.base_url is None and request.model is None else None)
-    said: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "weights": str(folder) if folder else None,
         "steps": request.steps if request.steps in (None, "all") else list(request.steps or ()),
         "every": request.every,
         "base": request.base,
         "watch": request.watch,
     }
-    values |= {name: value for name, value in said.items() if value is not None}
+    values |= {name: value for name, value in requested.items() if value is not None}
     if request.base_url is not None:
         if request.model is None:
-            raise ConfigError("--base-url needs --model: what the server is asked for")
+            raise ConfigError("--base-url needs --model: the model's name on that server")
         values["external"] = {"base_url": request.base_url}
     if request.key_variable is not None:
         if "external" not in values:
-            raise ConfigError("--key-variable names the key of --base-url, which is missing")
+            raise ConfigError("--key-variable is only for --base-url, which is missing")
         values["external"]["key_variable"] = request.key_variable
     return values
 
@@ -146,40 +159,40 @@ def _environments(recipe: Recipe, request: EvalRequest) -> tuple[EvalEnvironment
         check_labels(chosen)
     except ValueError as error:
         raise ConfigError(
-            f"--env: {error}", mend="environments with names of their own stand in a recipe"
+            f"--env: {error}", hint="environments with custom names have to be defined in a recipe"
         ) from None
     changes = {
         name: value
         for name, value in (("samples", request.samples), ("num_tasks", request.num_tasks))
         if value is not None
     }
-    return tuple(each.model_copy(update=changes) for each in chosen or known.values())
+    return tuple(environment.model_copy(update=changes) for environment in chosen or known.values())
 
 
-_OF_ITS_NODES: dict[str, Any] = {
+_NODE_SETTINGS: dict[str, Any] = {
     name: Scheduler.model_fields[name].default
     for name in ("memory_per_cpu", "memory_per_gpu", "gres", "reservation", "nodelist", "switches", "hint")
 }
-"""What a profile says of the nodes of its partition, and means of no other; nothing by default."""
+"""Defaults of profile keys that describe the nodes of the profile's partition, and apply to no other one."""
 
 
-def without_gpus(profile: LoadedProfile, said: Sequence[str] = ()) -> LoadedProfile:
-    """The profile for a job that starts no engines: no GPUs, and the site's CPU partition where it is described.
+def without_gpus(profile: LoadedProfile, changed: Sequence[str] = ()) -> LoadedProfile:
+    """Return the profile for a job without engines: no GPUs, and the site's CPU partition if the profile has one.
 
-    ``said``: what the user changed in the profile, as ``key=value``; that stays.
+    ``changed``: settings that the user changed in the profile, as ``key=value``; they are kept.
     """
-    scheduler, asked = profile.profile.scheduler, profile.profile.cpu_partition
-    other_gres = tuple(each for each in scheduler.gres if not each.startswith("gpu"))
+    scheduler, cpu_partition = profile.profile.scheduler, profile.profile.cpu_partition
+    other_gres = tuple(resource for resource in scheduler.gres if not resource.startswith("gpu"))
     if not profile.profile.node.gpus and other_gres == scheduler.gres:
         return profile
     changes: dict[str, Any] = {"node": {"gpus": 0}}
     wanted: dict[str, Any] = {"gres": other_gres, "memory_per_gpu": None}
-    if asked is not None:
-        own = asked.model_dump(exclude={"cores"})
+    if cpu_partition is not None:
+        own = cpu_partition.model_dump(exclude={"cores"})
         inherited = [name for name in ("account", "qos") if own[name] is None]
-        wanted = {name: value for name, value in {**_OF_ITS_NODES, **own}.items() if name not in inherited}
-        changes["node"]["cores"] = asked.cores
-    kept = {text.partition("=")[0].strip().removeprefix("scheduler.") for text in said}
+        wanted = {name: value for name, value in {**_NODE_SETTINGS, **own}.items() if name not in inherited}
+        changes["node"]["cores"] = cpu_partition.cores
+    kept = {text.partition("=")[0].strip().removeprefix("scheduler.") for text in changed}
     changes["scheduler"] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in wanted.items()
@@ -188,35 +201,62 @@ def without_gpus(profile: LoadedProfile, said: Sequence[str] = ()) -> LoadedProf
     return change_profile(profile, changes, "evaluation.external")
 
 
-# -- in a directory of its own, or where an earlier one left off ---------------------------------------------------------
+def default_run_dir(run: RunDir, request: EvalRequest) -> tuple[EvalRequest, RunDir]:
+    """Return what is evaluated and where by default: ``<run>-evaluation``, even if that has some scores already.
+
+    A finished evaluation is kept: environments that it does not have go to ``<run>-evaluation-<names>``, so that their
+    failure does not change the state of the finished one.
+    """
+    folder = run.evaluation
+    if not request.environments or not folder.plan.is_file():
+        return request, folder
+    plan = load_plan(folder)
+    if plan.kind != Kind.EVAL or not is_complete(folder, plan):
+        return request, folder
+    evaluated = plan.phase(MAIN_PHASE).recipe.environments.eval
+    known = {name for environment in evaluated for name in (environment.label, environment.id)}
+    others = tuple(name for name in dict.fromkeys(request.environments) if name not in known)
+    if not others:
+        return request, folder
+    names = "-".join(re.sub(r"[^\w.-]+", "-", name) for name in others)
+    root = folder.root.with_name(f"{folder.root.name}-{names}")
+    return replace(request, environments=others), RunDir(root)
 
 
-def submit_evaluation(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Submitted | None:
-    """Queue it; None when ``run_dir`` has all of its scores. Raises OccupiedError for a directory of something else."""
+# -- in a new directory, or in that of an earlier evaluation ---------------------------------------
+
+
+def submit_evaluation(
+    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, *, is_live: bool = False
+) -> Submitted | None:
+    """Submit the evaluation; None if ``run_dir`` has all scores. Raises OccupiedError if it holds something else."""
     if (run := _earlier(run_dir)) is None:
-        return submit_run(loaded, profile, run_dir)
-    plan = _check_again(run, loaded, profile)
-    if not missing_scores(run, plan):
+        return submit_run(loaded, profile, run_dir, is_live=is_live)
+    submission = _check_again(run, loaded, profile, is_live=is_live)
+    if is_complete(run, submission.plan):
         return None
-    _freeze_again(run, loaded, profile, plan)
-    return queue_run(run, plan)
+    _freeze_again(run, submission)
+    return queue_run(run, submission.plan)
 
 
 def check_evaluation(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Plan:
-    """The plan of what `submit_evaluation` would queue. Nothing is written."""
+    """Return the plan that `submit_evaluation` would submit. Nothing is written."""
     run = _earlier(run_dir)
-    return check_run(loaded, profile, run_dir=run_dir) if run is None else _check_again(run, loaded, profile)
+    checked = (
+        check_run(loaded, profile, run_dir=run_dir) if run is None else _check_again(run, loaded, profile)
+    )
+    return checked.plan
 
 
 def prepare_evaluation(
-    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None
+    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, *, is_live: bool = False
 ) -> tuple[RunDir, Plan]:
-    """As `submit_evaluation`, but nothing is queued."""
+    """Like `submit_evaluation`, but without submitting a job."""
     if (run := _earlier(run_dir)) is None:
-        return prepare_run(loaded, profile, run_dir)
-    plan = _check_again(run, loaded, profile)
-    _freeze_again(run, loaded, profile, plan)
-    return run, plan
+        return prepare_run(loaded, profile, run_dir, is_live=is_live)
+    submission = _check_again(run, loaded, profile, is_live=is_live)
+    _freeze_again(run, submission)
+    return run, submission.plan
 
 
 def _earlier(run_dir: Path | None) -> RunDir | None:
@@ -224,58 +264,69 @@ def _earlier(run_dir: Path | None) -> RunDir | None:
     return run if run is not None and run.plan.is_file() else None
 
 
-def _check_again(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile) -> Plan:
-    plan = compile_for(loaded, profile, run.root)
-    check_same(run, load_plan(run), plan)
+def _check_again(
+    run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, *, is_live: bool = False
+) -> Submission:
+    submission = compose(loaded, profile, run.root, is_live=is_live)
+    check_same(run, load_plan(run), submission.plan)
+    check_software(submission.plan, loaded.document)
     check_not_running(run)
-    return plan
+    check_environments(submission.plan, profile, loaded.document)
+    note_custom_code(loaded.recipe)
+    return submission
 
 
-def _freeze_again(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, plan: Plan) -> None:
-    freeze(run, loaded, profile, plan, make_script(plan, profile))
+def _freeze_again(run: RunDir, submission: Submission) -> None:
+    write_frozen(submission, run)
     register_run(run)
 
 
-def missing_scores(run: RunDir, plan: Plan) -> list[tuple[int, str]] | Literal["to come"]:
-    """Pairs of version and environment without a score; while a live run is watched nobody knows them all."""
+def is_complete(run: RunDir, plan: Plan) -> bool:
+    """True if all scores exist, and no live run is watched that may write further versions."""
+    settings = plan.phase(MAIN_PHASE).recipe.evaluation or EvaluationSettings()
+    return not settings.watch and not missing_scores(run, plan)
+
+
+def missing_scores(run: RunDir, plan: Plan) -> list[tuple[int, str]]:
+    """Return (version, environment) pairs without a score, of the versions that exist now."""
     recipe = plan.phase(MAIN_PHASE).recipe
-    settings, scores = recipe.evaluation or Evaluation(), read_scores(run)
-    if settings.watch:
-        return "to come"
-    there = run.list_steps(Path(settings.weights), STABLE) if settings.weights else []
+    settings, scores = recipe.evaluation or EvaluationSettings(), read_scores(run)
+    stable = run.list_steps(Path(settings.weights), STABLE) if settings.weights else []
     return [
         (version, environment.label)
-        for version in settings.versions(there)
+        for version in settings.versions(stable)
         for environment in recipe.environments.eval
         if (version, environment.label) not in scores
     ]
 
 
 def check_same(run: RunDir, earlier: Plan, plan: Plan) -> None:
-    """Raises OccupiedError where scores of both could not stand in one table."""
+    """Raise OccupiedError if scores of both evaluations are not comparable."""
     if earlier.kind != Kind.EVAL:
         raise OccupiedError(
-            f"holds a run of kind {earlier.kind.value}", place=str(run.root), mend="choose another --run-dir"
+            f"the directory holds a run of kind {earlier.kind.value}, not an evaluation",
+            location=str(run.root),
+            hint="choose another --run-dir",
         )
     before, after = earlier.phase(MAIN_PHASE).recipe, plan.phase(MAIN_PHASE).recipe
     old, new = _facts(before), _facts(after)
-    labels = {each.label for each in before.environments.eval} & {
-        each.label for each in after.environments.eval
-    }
+    labels = {environment.label for environment in before.environments.eval}
+    labels &= {environment.label for environment in after.environments.eval}
     for label in labels:
         old[f"environment {label}"] = _tasks(before, label)
         new[f"environment {label}"] = _tasks(after, label)
     if different := [name for name in new if old[name] != new[name]]:
+        name = different[0]
         raise OccupiedError(
-            f"holds scores of another {different[0]}: {old[different[0]]}, not {new[different[0]]}",
-            place=str(run.root),
-            mend="choose another --run-dir",
+            f"the directory holds scores of another {name}: {old[name]}, not {new[name]}",
+            location=str(run.root),
+            hint="choose another --run-dir",
         )
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
-    """What scores depend on, beside the environments."""
-    settings = recipe.evaluation or Evaluation()
+    """Return what scores depend on, in addition to the environments."""
+    settings = recipe.evaluation or EvaluationSettings()
     return {
         "model": recipe.model.name,
         "weights folder": settings.weights,
@@ -287,7 +338,7 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _tasks(recipe: Recipe, label: str) -> dict[str, Any]:
-    environment = next(each for each in recipe.environments.eval if each.label == label)
+    environment = next(item for item in recipe.environments.eval if item.label == label)
     names = {"id", "args", "env_args", "samples", "num_tasks", "sampling"}
     return environment.model_dump(include=names, exclude_defaults=True)
 
@@ -295,7 +346,9 @@ def _tasks(recipe: Recipe, label: str) -> dict[str, Any]:
 __all__ = [
     "EvalRequest",
     "check_same",
+    "default_run_dir",
     "find_source",
+    "is_complete",
     "load_evaluation",
     "missing_scores",
     "prepare_evaluation",

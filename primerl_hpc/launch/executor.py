@@ -1,7 +1,7 @@
-"""submitit, with our rendered script as the submission file.
+"""Submit our rendered script through submitit.
 
-`SlurmRunExecutor` hands ``launch/job.sbatch`` to sbatch; `LocalRunExecutor` runs the very same file under submitit's
-local controller. Both return a submitit job: id, state and cancellation look alike. The overridden methods are
+`SlurmRunExecutor` passes ``launch/job.sbatch`` to sbatch; `LocalRunExecutor` runs the same file under submitit's local
+controller. Both return a submitit job with the same interface (id, state, cancellation). The overridden methods are
 private to submitit, which is why its version is pinned exactly.
 """
 
@@ -10,51 +10,65 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from submitit.core import utils
-from submitit.local.local import LocalExecutor
+from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import OccupiedError, SchedulerError
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.sbatch import find_jobs
-from primerl_hpc.common.slurm import is_job_over
-from primerl_hpc.launch.sbatch import submit_copy
+from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm import sbatch
+from primerl_hpc.slurm.jobs import is_job_over
+from primerl_hpc.slurm.partitions import ask_partitions, find_excess
+from primerl_hpc.slurm.refusals import explain_refusal
+from primerl_hpc.slurm.sbatch import ALL_VARIABLES, PassedVariables, RefusedError, components_of, find_jobs
 
+SBATCH_TIMEOUT_S = 120.0
+"""sbatch itself retries for a while; after this time it counts as unanswered."""
+SBATCH_PATIENCE_S = 300.0
+"""How long a command is repeated while SLURM does not answer."""
 _YEAR_MIN = 60 * 24 * 365
 
 
 class SlurmRunExecutor(SlurmExecutor):
-    """``sbatch`` of a file that was rendered before; ``options`` win over its ``#SBATCH`` lines."""
+    """``sbatch`` of a file rendered earlier; ``options`` override its ``#SBATCH`` lines."""
 
-    def __init__(self, folder: Path, script: Path, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: Path,
+        options: Sequence[str] = (),
+        passed: PassedVariables = ALL_VARIABLES,
+    ) -> None:
         super().__init__(folder)
-        self.script, self.options = script, options
+        self.script, self.options, self.passed = script, options, passed
 
     def _submit_command(self, command: str) -> Any:
-        """As submitit's own, with a submission that is repeated until SLURM answers and never taken twice.
+        """Submit like submitit, but retry until SLURM answers without ever submitting twice.
 
-        A submission file that has no job id in its name yet is one whose fate was not learned: its job is looked for.
+        A submission file without a job id in its name belongs to a submission whose result is unknown: its job is
+        searched for first.
         """
-        for unsure in sorted(self.folder.glob(".submission_file_*.sh")):
-            jobs = [] if unsure.is_symlink() else find_jobs(unsure)
-            if alive := [job for job in jobs if not is_job_over(job)]:
-                return self._adopt(alive[0], unsure)
-        return self._job(*submit_copy(self.script, self.folder, self.options, say=_say))
+        for pending in sorted(self.folder.glob(".submission_file_*.sh")):
+            jobs = [] if pending.is_symlink() else find_jobs(pending)
+            if active := [job for job in jobs if not is_job_over(job)]:
+                return self._adopt(active[0], pending)
+        return self._job(*_submit_copy(self.script, self.folder, self.options, self.passed))
 
     def _adopt(self, job_id: str, submission: Path) -> Any:
-        if self.options:  # a link of a chain has its own place in it
+        if self.options:  # a job of a chain has its own dependencies
             raise OccupiedError(
-                f"job {job_id} of this run is in the queue from an earlier submission",
-                mend=f"scancel {job_id}",
+                f"job {job_id} of this run is still queued from an earlier submission",
+                hint=f"cancel it: scancel {job_id}",
             )
-        _say(f"job {job_id} is in the queue from an earlier submission")
+        _print(f"job {job_id} is still queued from an earlier submission")
         return self._job(job_id, submission)
 
     def _job(self, job_id: str, submission: Path) -> Any:
@@ -63,75 +77,144 @@ class SlurmRunExecutor(SlurmExecutor):
         return job
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"sbatch: {text}", file=sys.stderr)
 
 
+def _submit_copy(
+    script: Path, folder: Path, options: Sequence[str], passed: PassedVariables
+) -> tuple[str, Path]:
+    """Submit a copy of ``script`` exactly once (`slurm/sbatch.py`); return the job's id and the copy in ``folder``.
+
+    Raises SchedulerError with the reason if SLURM refuses, UnansweredError if it never answers.
+    """
+    try:
+        return sbatch.submit_once(
+            script,
+            folder,
+            options,
+            patience_s=SBATCH_PATIENCE_S,
+            timeout_s=SBATCH_TIMEOUT_S,
+            report=_print,
+            passed=passed,
+        )
+    except RefusedError as error:
+        raise explain_refusal(error.output, components_of(script.read_text()), ask_partitions) from None
+
+
 class LocalRunExecutor(LocalExecutor):
-    """``bash`` of the same file, watched by submitit's local controller process."""
+    """``bash`` of the same file, run by submitit's local controller process."""
 
     def __init__(self, folder: Path, script: Path) -> None:
         super().__init__(folder)
         self.script = script
-        self.update_parameters(timeout_min=_YEAR_MIN, stderr_to_stdout=True)
+
+    def _submit_command(self, command: str) -> Any:
+        """Start submitit's controller in its own session.
+
+        submitit itself starts it in the process group of the terminal. A ^C there, or the signal that timeout(1) sends
+        to its group, would reach the supervisor, which stops the run. The standard streams are redirected to
+        controller.log: a local run must not keep the terminal or the pipes of the command that started it open.
+        """
+        with (self.folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "submitit.local._local", str(self.folder)],
+                env={**os.environ, **_controller_variables(command)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
     @property
     def _submitit_command_str(self) -> str:
-        """submitit hides GPUs that it cannot count (no variable, UUIDs, MIG): the run is to see those that are seen here."""
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = ["-u", "CUDA_VISIBLE_DEVICES"] if devices is None else [f"CUDA_VISIBLE_DEVICES={devices}"]
-        return shlex.join(["env", *seen, "bash", str(self.script)])
+        return shlex.join(["bash", str(self.script)])
+
+
+def _controller_variables(command: str) -> dict[str, str]:
+    """Return the variables that ``submitit.local.local.start_controller`` passes on, for one task on one node.
+
+    ``CUDA_VISIBLE_DEVICES`` is inherited: submitit would hide GPUs that it cannot count (no variable, UUIDs, MIG).
+    """
+    return {
+        "SUBMITIT_LOCAL_NTASKS": "1",
+        "SUBMITIT_LOCAL_COMMAND": command,
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * _YEAR_MIN),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_STDERR_TO_STDOUT": "1",
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+    }
 
 
 def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Hand the script over; returns ``{"scheduler", "job_id"}``. ``options`` are sbatch's.
+    """Submit a script; return ``{"scheduler", "job_id"}``. ``options`` are passed to sbatch.
 
-    Raises SchedulerError with what was refused and why, UnansweredError when the job may be in the queue or not.
+    Raises SchedulerError with the reason if it is refused, UnansweredError if it is unknown whether the job is queued.
     """
-    # a folder per script: a submission whose fate was not learned is looked for among those of the same script
+    # one folder per script: a submission whose result is unknown is searched for among those of the same script
     folder = run.launch / ("submitit" if script.stem == "job" else f"submitit-{script.stem}")
     if scheduler == "slurm":
         if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
             raise SchedulerError(
-                f"no SLURM on this machine ({' and '.join(missing)} not in PATH)",
-                mend="submit from a login node, or use --profile local",
+                f"SLURM is not installed on this machine ({' and '.join(missing)} not in PATH)",
+                hint="submit from a login node, or use --profile local",
             )
-        job = SlurmRunExecutor(folder, script, options)._submit_command("")
+        job = SlurmRunExecutor(folder, script, options, _passed(run))._submit_command("")
     else:
         job = _submit_here(folder, script)
     return {"scheduler": scheduler, "job_id": job.job_id}
+
+
+def excess_of(script: Path) -> str | None:
+    """Return what the job exceeds in its partition, and what would admit it; None if it fits or cannot be checked."""
+    text = script.read_text()
+    if shutil.which("sinfo") is None:
+        return None
+    excess = find_excess(components_of(text), ask_partitions())
+    return None if excess is None else f"{excess.what}; {excess.remedy}"
+
+
+def start_here(run: RunDir, script: Path, num_nodes: int) -> dict[str, Any]:
+    """Start a script as a background process in the current allocation; return ``{"scheduler", "job_id", "here"}``.
+
+    Raises SchedulerError outside of an allocation, and if it has fewer than ``num_nodes`` nodes.
+    """
+    allocation = env.slurm_allocation()
+    if allocation is None:
+        raise SchedulerError(
+            "this shell is not in an allocation: SLURM_JOB_ID is not set",
+            hint=f"start one: salloc --nodes={num_nodes} …; or submit without --here",
+        )
+    job, present = allocation
+    if present < num_nodes:
+        raise SchedulerError(
+            f"the run needs {num_nodes} nodes, and the allocation of job {job} has {present}",
+            hint=f"start a larger one (salloc --nodes={num_nodes}), or reduce layout in the recipe",
+        )
+    output = run.job_outputs(job)[0]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("ab") as log:
+        subprocess.Popen(
+            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    return {"scheduler": "slurm", "job_id": job, "here": True}
+
+
+def _passed(run: RunDir) -> PassedVariables:
+    """Return the rule of the run's profile about variables of the submitting shell."""
+    plan = read_json_or_none(run.plan) or {}
+    keep = plan.get("submit_keep")
+    return PassedVariables(None if keep is None else tuple(keep), tuple(plan.get("submit_drop", ())))
 
 
 def _submit_here(folder: Path, script: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     executor = LocalRunExecutor(folder, script)
     try:
-        with _detached_children(folder / "controller.log"):
-            return executor._submit_command(executor._submitit_command_str)
+        return executor._submit_command(executor._submitit_command_str)
     except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:
-        raise SchedulerError(f"submission was refused: {str(error).strip()}") from error
-
-
-@contextmanager
-def _detached_children(output: Path) -> Iterator[None]:
-    """A local run must outlive ^C and hang-ups of the terminal that started it, and must not hold its pipes open.
-
-    submitit starts its controller with what this process has: so for that moment the signals are ignored, and the
-    standard streams lead elsewhere.
-    """
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(fd) for fd in (0, 1, 2)]
-    with open(os.devnull, "rb") as nothing, output.open("ab") as log:
-        for fd, file in ((0, nothing), (1, log), (2, log)):
-            os.dup2(file.fileno(), fd)
-    try:
-        yield
-    finally:
-        for fd, original in enumerate(kept):
-            os.dup2(original, fd)
-            os.close(original)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        raise SchedulerError(f"the job could not be started: {str(error).strip()}") from error

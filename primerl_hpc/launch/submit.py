@@ -1,55 +1,59 @@
-"""From a recipe and a profile to a queued run; and from a stopped run to its next attempt."""
+"""Submit a run, from a recipe and a profile to a queued job; resume a stopped run with its next attempt."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import re
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primerl_hpc.cluster.directives import srun_args
 from primerl_hpc.cluster.load import LoadedProfile, load_profile
 from primerl_hpc.common.errors import ConfigError, OccupiedError, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
-from primerl_hpc.common.lock import is_owner_alive, is_owner_over
-from primerl_hpc.common.names import RunState
-from primerl_hpc.common.registry import register_run
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import JobFact
-from primerl_hpc.launch.after import (
+from primerl_hpc.common.log import notice
+from primerl_hpc.common.names import MAIN_PHASE, RunState
+from primerl_hpc.launch.chain import ChainRequest, check_chain, drop_jobs, together
+from primerl_hpc.launch.code.keep import CodeChoice, choose_code, code_root, has_copy, has_module
+from primerl_hpc.launch.executor import excess_of, start_here, submit_script
+from primerl_hpc.launch.follow_up import (
     after_of,
-    check_after,
     discard_after,
     local_script,
     note_local_after,
-    prepare_after,
     queue_after,
 )
-from primerl_hpc.launch.chain import ChainRequest, check_chain, drop_jobs, together
-from primerl_hpc.launch.executor import submit_script
-from primerl_hpc.launch.fork import import_checkpoint
-from primerl_hpc.launch.hub_cache import uncached_models
+from primerl_hpc.launch.planning.hour_budget import check_budget, with_budget
 from primerl_hpc.launch.prepare import (
+    claim_new_run_dir,
     claim_run_dir,
     clear_run_dir,
-    compile_for,
     engines_script,
-    freeze,
+    is_recipe_edited,
     job_script,
-    make_engines_script,
-    make_script,
-    preview,
+    next_run_dir,
+    warn_of_open_folder,
 )
-from primerl_hpc.launch.sbatch import UnansweredError
-from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.snapshot import is_of_job
-from primerl_hpc.plan.types import Plan, load_plan
-from primerl_hpc.recipe.after_schema import After
+from primerl_hpc.launch.submission import ONE_JOB, check, compose, make_scripts, write
+from primerl_hpc.observe.status.job_watcher import JobWatcher
+from primerl_hpc.observe.status.snapshot import is_from_latest_job
+from primerl_hpc.plan.types import DEFAULT_ASK_EVERY_S, Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
+from primerl_hpc.recipe.schema.after import After
+from primerl_hpc.run.access.ownership import check_may_change, check_own
+from primerl_hpc.run.lock import is_owner_alive, is_owner_over
+from primerl_hpc.run.registry import register_run
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.commands import UnansweredError
+from primerl_hpc.slurm.jobs import JobFact
 
-_OF_THE_PLAN = frozenset(("scheduler.type", "scheduler.srun_extra"))
-ONE_JOB = ChainRequest()
+_PLAN_SETTINGS = frozenset(("scheduler.type", "scheduler.mpi", "scheduler.srun_extra"))
+"""Keys of the profile that are part of the plan, and cannot change between attempts."""
 
 
 @dataclass(frozen=True)
@@ -58,161 +62,264 @@ class Submitted:
     plan: Plan
     job_id: str
     links: tuple[str, ...] = ()
-    """All jobs of a chain."""
+    """All jobs of a chain; empty for a single job."""
 
 
 def prepare_run(
-    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
-) -> tuple[RunDir, Plan]:
-    """A frozen run directory that waits for ``sbatch launch/job.sbatch``. Everything is checked before it is made."""
-    check_run(loaded, profile, chain, run_dir)
-    was_there = _is_there(run_dir)
-    run = claim_run_dir(loaded.recipe.name, profile, run_dir)
-    try:
-        plan = compile_for(loaded, profile, run.root)
-        import_checkpoint(run, plan.phases[-1].recipe)
-        freeze(run, loaded, profile, plan, make_script(plan, profile))
-        prepare_after(run, plan, profile)
-    except BaseException:
-        clear_run_dir(run.root, keep_root=was_there)
-        raise
-    register_run(run)
-    return run, plan
-
-
-def check_run(
     loaded: LoadedRecipe,
     profile: LoadedProfile,
+    run_dir: Path | None,
     chain: ChainRequest = ONE_JOB,
-    run_dir: Path | None = None,
-) -> Plan:
-    """The plan as it would be, after all that is checked before a run directory is made.
+    *,
+    is_live: bool = False,
+    make_room: Callable[[Path], None] | None = None,
+) -> tuple[RunDir, Plan]:
+    """Create a run directory that is ready for ``sbatch launch/job.sbatch``. Everything is checked first.
 
-    Raises ConfigError, OccupiedError, NotFoundError, DataError.
+    ``is_live``: the run executes this installation or checkout, not a copy in the run directory. ``make_room`` is
+    called with the run directory after all checks: it may delete an earlier run there.
     """
-    plan = preview(loaded, profile) if run_dir is None else compile_for(loaded, profile, run_dir)
-    check_chain(chain, plan)
-    check_after(plan, profile)
-    check_keys(plan, profile)
-    for name in uncached_models(plan, profile.profile):
-        print(
-            f"warning: the nodes of profile '{profile.profile.name}' are offline, and {name} lies in no cache here; "
-            "download it first (hf download), or give a folder",
-            file=sys.stderr,
-        )
-    return plan
-
-
-def check_keys(plan: Plan, profile: LoadedProfile) -> None:
-    """Raises ConfigError when a server elsewhere needs a key that the job, which gets this environment, would not have.
-
-    Setup lines of the profile may export it there: then nobody can know before.
-    """
-    if profile.profile.software.setup:
-        return
-    for phase in plan.phases:
-        if (evaluation := phase.recipe.evaluation) is not None and evaluation.external is not None:
-            evaluation.external.key()
-        for model in (phase.recipe.teacher, phase.recipe.judge):
-            if model is not None:
-                model.key()
+    existed = _exists(run_dir)
+    run = None
+    while run is None:  # again if another submission has claimed the same number
+        root = next_run_dir(loaded.recipe.name, profile, run_dir)
+        submission = compose(loaded, profile, root, budget=chain.budget, is_live=is_live)
+        check(submission, chain)
+        if make_room is not None:
+            make_room(root)
+        run = claim_new_run_dir(root, profile) if run_dir is None else claim_run_dir(root, profile)
+    warn_of_open_folder(run.root)
+    try:
+        write(submission, run)
+    except BaseException:
+        clear_run_dir(run.root, keep_root=existed)
+        raise
+    register_run(run)
+    return run, submission.plan
 
 
 def submit_run(
-    loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None, chain: ChainRequest = ONE_JOB
+    loaded: LoadedRecipe,
+    profile: LoadedProfile,
+    run_dir: Path | None,
+    chain: ChainRequest = ONE_JOB,
+    *,
+    is_live: bool = False,
+    make_room: Callable[[Path], None] | None = None,
 ) -> Submitted:
-    """Prepare and queue. A refused submission leaves no run directory behind; an unanswered one keeps it."""
-    was_there = _is_there(run_dir)
-    run, plan = prepare_run(loaded, profile, run_dir, chain)
+    """Prepare and submit a run. A refused submission leaves no run directory behind; an unanswered one keeps it.
+
+    ``is_live`` and ``make_room`` as in `prepare_run`.
+    """
+    existed = _exists(run_dir)
+    run, plan = prepare_run(loaded, profile, run_dir, chain, is_live=is_live, make_room=make_room)
     try:
         return queue_run(run, plan, chain)
     except UnansweredError:
-        raise  # its job may be in the queue, and needs its folder
+        raise  # its job may be queued, and needs the directory
     except PrimerlError:
         discard_after(run, plan)
-        clear_run_dir(run.root, keep_root=was_there)
+        clear_run_dir(run.root, keep_root=existed)
         raise
 
 
-def _is_there(run_dir: Path | None) -> bool:
+def _exists(run_dir: Path | None) -> bool:
     return run_dir is not None and run_dir.expanduser().exists()
 
 
-def resume_run(run: RunDir, chain: ChainRequest = ONE_JOB) -> Submitted:
-    """Queue the next attempt of a run that is not running.
-
-    Raises OccupiedError when it runs or waits in the queue, or is done.
-    """
-    plan = load_plan(run)
-    check_chain(chain, plan)
+def check_may_resume(run: RunDir) -> None:
+    """Raise OccupiedError for another user's run, and for one that is running or queued."""
+    _check_own(run)
     check_not_running(run)
+
+
+def check_next_attempt(run: RunDir, chain: ChainRequest, changes: Sequence[str]) -> None:
+    """Raise what would refuse the next attempt, before the first change to the run's files.
+
+    ``changes``: as in `change_job`. Raises ConfigError, OccupiedError or UnansweredError.
+    """
+    check_may_resume(run)
+    plan = with_budget(load_plan(run), chain.budget)
+    check_chain(chain, plan)
+    check_budget(run, plan)
+    if changes:
+        _changed_profile(run, changes)
+
+
+def resume_run(
+    run: RunDir,
+    chain: ChainRequest = ONE_JOB,
+    code: CodeChoice = CodeChoice.KEPT,
+    *,
+    is_changed: bool = False,
+) -> Submitted:
+    """Submit the next attempt of a run that is not running.
+
+    ``is_changed``: the run was rewound or its recipe changed, so that a run that was done may have steps left.
+
+    Raises OccupiedError if it is running, queued or done.
+    """
+    check_may_resume(run)
+    plan = with_budget(load_plan(run), chain.budget)
+    check_chain(chain, plan)
+    check_budget(run, plan)
     state = read_json_or_none(run.state) or {}
-    if state.get("state") == RunState.DONE:
-        raise OccupiedError("this run is done", place=str(run.root), mend="submit a new one to train further")
+    if state.get("state") == RunState.DONE and not (is_changed and _has_steps_left(run, plan)):
+        edits = "edits of its recipe.yaml are ignored; " if is_recipe_edited(run) else ""
+        raise OccupiedError(
+            "this run is done",
+            location=str(run.root),
+            hint=f"{edits}to train longer: primerl-hpc resume {shlex.quote(run.root.name)} --set max_steps=N; to "
+            f"change other settings, {fork_hint(run)}",
+        )
+    if is_recipe_edited(run):
+        print(
+            f"warning: {run.recipe} was edited: resume ignores the edits and continues with the submitted plan; "
+            f"to change settings, {fork_hint(run)}",
+            file=sys.stderr,
+        )
+    if chain.budget is not None:
+        write_json(run.plan, plan.model_dump(mode="json"))
     register_run(run)
+    if choose_code(run, plan, code):
+        _write_scripts(run, plan, load_profile(str(run.profile), environ={}))
+    renew_scripts(run, plan)
     return queue_run(run, plan, chain)
 
 
-def change_job(run: RunDir, changes: Sequence[str]) -> None:
-    """Write the script anew with changes in the profile's ``scheduler`` (``scheduler.time=60``).
+def _has_steps_left(run: RunDir, plan: Plan) -> bool:
+    max_steps = plan.phase(MAIN_PHASE).recipe.max_steps
+    return max_steps is not None and max_steps > (run.latest_checkpoint() or 0)
 
-    The plan stays, but for the margin before the walltime.
 
-    Raises ConfigError for a change of anything else, OccupiedError while the run goes on.
+def renew_scripts(run: RunDir, plan: Plan) -> None:
+    """Render the run's scripts again if one starts a module that this version has no longer; print a warning.
+
+    Other scripts stay as they are: their user may have edited them.
     """
+    scripts = [path for path in (job_script(run), engines_script(run)) if path.is_file()]
+    if has_copy(run):
+        return  # it has the modules of the version that rendered them
+    modules = [name for path in scripts for name in re.findall(r"-m (primerl_hpc[\w.]*)", path.read_text())]
+    if missing := [name for name in modules if not _is_module(name)]:
+        print(
+            f"warning: the scripts of this run are written again: {missing[0]} was renamed", file=sys.stderr
+        )
+        _write_scripts(run, plan, load_profile(str(run.profile), environ={}))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _write_scripts(run: RunDir, plan: Plan, profile: LoadedProfile) -> None:
+    """Render the scripts of the run. Raises ConfigError if its copy of the code lacks a module that they start."""
+    root = code_root(run)
+    scripts = make_scripts(plan, profile, root)
+    modules = [name for text in scripts.values() for name in re.findall(r"-m (primerl_hpc[\w.]*)", text)]
+    missing = [name for name in modules if root and has_copy(run) and not has_module(Path(root), name)]
+    if missing:
+        raise ConfigError(
+            f"the run's copy of the code has no module {missing[0]}, which this version of primerl-hpc starts",
+            location=root or "",
+            hint="continue with the present code: primerl-hpc resume RUN --new-code",
+        )
+    for name, text in scripts.items():
+        write_text(run.launch / name, text, mode=0o755)
+
+
+def _check_own(run: RunDir) -> None:
+    """Raise OccupiedError for another user's run, and for a run that another user could have changed."""
+    hint = "only its owner can resume it; to continue from its checkpoint, set checkpoint.fork in your own recipe"
+    check_may_change(run, hint=hint)
+    check_own(run)
+
+
+def fork_hint(run: RunDir) -> str:
+    root = shlex.quote(str(run.root))
+    return f"submit a new run from a checkpoint of this one: primerl-hpc submit RECIPE --set checkpoint.fork.run={root}"
+
+
+def change_job(run: RunDir, changes: Sequence[str]) -> None:
+    """Render the scripts again with changes in the profile's ``scheduler`` block (``scheduler.time=60``).
+
+    The plan is kept, except for the margin before the walltime.
+
+    Raises ConfigError for a change of any other key, OccupiedError while the run is running.
+    """
+    _check_own(run)
     plan = load_plan(run)
     check_not_running(run)
-    check_job_changes(changes)
-    profile = load_profile(str(run.profile), overrides=changes, environ={})
+    profile = _changed_profile(run, changes)
     margin_s = profile.profile.scheduler.signal_margin_s
     if plan.signal_margin_s not in (None, margin_s):
         plan = plan.model_copy(update={"signal_margin_s": margin_s})
         write_json(run.plan, plan.model_dump(mode="json"))
-    write_text(job_script(run), make_script(plan, profile), mode=0o755)
-    if plan.num_elastic:
-        write_text(engines_script(run), make_engines_script(plan, profile), mode=0o755)
+    _write_scripts(run, plan, profile)
     write_text(run.profile, profile.text)
 
 
+def _changed_profile(run: RunDir, changes: Sequence[str]) -> LoadedProfile:
+    check_job_changes(changes)
+    profile = load_profile(str(run.profile), overrides=changes, environ={})
+    earlier = load_profile(str(run.profile), environ={})
+    if srun_args(profile.profile.scheduler) != srun_args(earlier.profile.scheduler):
+        raise ConfigError(
+            f"{', '.join(changes)} changes the arguments of srun, which the plan contains",
+            hint="submit a new run",
+        )
+    return profile
+
+
 def check_job_changes(changes: Sequence[str]) -> None:
-    """Raises ConfigError for a key of the profile that a prepared plan was made with."""
+    """Raise ConfigError for a key of the profile that is part of the plan."""
     for text in changes:
         key = text.partition("=")[0].strip()
-        if not key.startswith("scheduler.") or key in _OF_THE_PLAN:
+        if not key.startswith("scheduler.") or key in _PLAN_SETTINGS:
             raise ConfigError(
-                f"{key} cannot change between attempts: the plan was made with it",
-                mend="what sbatch is asked can: scheduler.time, scheduler.partition, …; or submit anew",
+                f"{key} cannot change between attempts: the plan depends on it",
+                hint="change only what sbatch requests (scheduler.time, scheduler.partition, …), or submit a new run",
             )
 
 
 def check_not_running(run: RunDir) -> None:
-    """Raises OccupiedError when a supervisor works on the run, or a job that would do so waits in the queue;
-    UnansweredError when SLURM does not say."""
+    """Raise OccupiedError if the run is running or queued; UnansweredError if SLURM does not answer."""
     owner = read_json_or_none(run.supervisor_lock)
     if is_owner_alive(owner, run.supervisor_lock) and not is_owner_over(owner):
-        raise OccupiedError("this run is running", place=str(run.root), mend=f"primerl-hpc status {run.root}")
+        raise OccupiedError(
+            "this run is running",
+            location=str(run.root),
+            hint=f"primerl-hpc status {shlex.quote(str(run.root))}",
+        )
     job, state = read_json_or_none(run.job) or {}, read_json_or_none(run.state) or {}
     jobs = JobWatcher()
     facts = jobs.facts_of([run])
     if jobs.trouble is not None:
         raise UnansweredError(
-            f"nobody knows whether a job of this run is in the queue: {jobs.trouble}",
-            place=str(run.root),
-            mend="try again when SLURM answers",
+            f"cannot tell whether this run already has a queued job: {jobs.trouble}",
+            location=str(run.root),
+            hint="try again when SLURM responds",
         )
     written = state.get("state")
-    has_ended = is_of_job(state, job) and written in set(RunState) and RunState(written).is_final
-    for link in job.get("links") or [job.get("job_id")]:
-        if (does := _holds(facts.get(link), has_ended=has_ended)) is not None:
+    has_ended = is_from_latest_job(state, job) and written in set(RunState) and RunState(written).is_final
+    has_ended = has_ended or "here" in job  # the allocation remains after the run
+    for link in job.get("links") or ([job["job_id"]] if "job_id" in job else []):
+        if (activity := _activity(facts.get(link), has_ended=has_ended)) is not None:
             raise OccupiedError(
-                f"job {link} of this run {does}",
-                place=str(run.root),
-                mend=f"to start it anew: primerl-hpc cancel {run.root.name}",
+                f"job {link} of this run {activity}",
+                location=str(run.root),
+                hint=f"to start it again, cancel that job first: primerl-hpc cancel {shlex.quote(run.root.name)}",
             )
 
 
-def _holds(fact: JobFact | None, *, has_ended: bool) -> str | None:
-    """What a job does that will work on its run, or does. ``has_ended``: its supervisor said so, and a job that runs on ends too."""
+def _activity(fact: JobFact | None, *, has_ended: bool) -> str | None:
+    """Return what an active job of the run does, None if it is not active.
+
+    ``has_ended``: the run's supervisor recorded its end, so a running job is about to end too.
+    """
     if fact is not None and fact.is_waiting:
         return "waits in the queue"
     if fact is not None and fact.state == "SUSPENDED":
@@ -221,11 +328,24 @@ def _holds(fact: JobFact | None, *, has_ended: bool) -> str | None:
 
 
 def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitted:
-    """Queue the next attempt of a run directory that is frozen and not in use."""
-    # known before the job can start: which attempt it will be tells its state from an earlier one's
+    """Submit the next attempt of a run directory that is frozen and not in use."""
+    submitted = _queue(run, plan, chain)
+    if plan.scheduler == "slurm" and not chain.is_here and (excess := excess_of(job_script(run))) is not None:
+        notice(f"warning: {excess}. SLURM accepted the job, but starts it only if its QOS lifts the limit")
+    return submitted
+
+
+def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
+    # written before the job can start: the attempt's number distinguishes its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
     facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}
-    run.stop_request.unlink(missing_ok=True)  # an earlier wish, which this one overrules
+    if plan.ask_every_s > DEFAULT_ASK_EVERY_S:
+        facts["ask_every_s"] = plan.ask_every_s  # views must observe it too
+    run.stop_request.unlink(missing_ok=True)  # a request of an earlier attempt
+    if chain.is_here:
+        job = start_here(run, job_script(run), plan.num_hosts)
+        write_json(run.job, {**job, **facts})
+        return Submitted(run, plan, job["job_id"])
     if plan.scheduler == "local":
         job = submit_script(run, local_script(run, plan), plan.scheduler)
         write_json(run.job, {**job, **facts, "after": note_local_after(run, plan, job)})
@@ -235,9 +355,9 @@ def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitt
         write_json(run.job, {**job, **facts})
         return Submitted(run, plan, job["job_id"])
     if engines := (read_json_or_none(run.job) or {}).get("engines_job_id"):
-        with contextlib.suppress(SchedulerError):  # one of them may still wait in the queue
+        with contextlib.suppress(SchedulerError):  # one of them may still be queued
             drop_jobs([engines])
-    drop_jobs(_after_jobs(run))  # of an attempt that failed, if SLURM has not taken them out itself
+    drop_jobs(_after_jobs(run))  # of a failed attempt, if SLURM has not removed them
     with together() as jobs:
         links = jobs.submit_links(run, job_script(run), chain.links)
         facts["after"] = queue_after(run, plan, jobs, links)
@@ -245,15 +365,15 @@ def queue_run(run: RunDir, plan: Plan, chain: ChainRequest = ONE_JOB) -> Submitt
             facts |= {"links": links, "until_done": chain.is_until_done}
         job = {"scheduler": plan.scheduler, "job_id": links[0], **facts}
         write_json(run.job, job)
-        if (
-            plan.num_elastic
-        ):  # after the attempt is known: they would take the end of an earlier one for that of this
+        # after the attempt was written: engines would mistake the end of an earlier attempt for that of this one
+        if plan.num_elastic:
             write_json(run.job, {**job, "engines_job_id": jobs.submit(run, engines_script(run))})
     return Submitted(run, plan, links[0], tuple(links))
 
 
 def _after_jobs(run: RunDir) -> list[str]:
-    return [each["job_id"] for each in (read_json_or_none(run.job) or {}).get("after", {}).values()]
+    follow_ups = (read_json_or_none(run.job) or {}).get("after", {})
+    return [follow_up["job_id"] for follow_up in follow_ups.values()]
 
 
 def _earlier_jobs(run: RunDir) -> list[str]:

@@ -1,11 +1,11 @@
-"""Talks to the engines of a run, through its router, as any OpenAI-compatible client could.
+"""Chat with the policy of a run, through its router. Any OpenAI-compatible client can do the same.
 
-    server = find_server(run)                                     # raises NotFoundError when nothing serves
+    server = find_server(run)                                     # raises NotFoundError if no router is up
     for text in server.answer([{"role": "user", "content": "hello"}], {"max_tokens": 64}):
         print(text, end="")
-    server.last.versions, server.last.tokens                      # policy versions that answered
+    server.last.versions, server.last.tokens                      # policy versions of the reply
 
-Training goes on meanwhile: the answer may begin with one policy version and end with the next.
+Training continues during the chat: a reply may begin with one policy version and end with the next.
 """
 
 from __future__ import annotations
@@ -16,28 +16,33 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlparse
 
 import httpx
 
-from primerl_hpc.common.errors import NotFoundError, RoleError
+from primerl_hpc.common.errors import DataError, NotFoundError, RoleError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.common.rundir import VERSION_HEADER, RunDir, read_endpoint
-from primerl_hpc.observe.slurm import JobWatcher
-from primerl_hpc.observe.snapshot import take_snapshot
+from primerl_hpc.observe.inside.steps import mpi_option
+from primerl_hpc.observe.status.job_watcher import JobWatcher
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.access.keys import RunKeys, existing_keys
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
+from primerl_hpc.slurm.command_lines import srun_command
 
 CONNECT_S = 10.0
 
 
 @dataclass
 class Answer:
-    """What is known of an answer besides its text."""
+    """Metadata of a reply."""
 
     versions: tuple[int, ...] = ()
-    """Policy versions that were live when it began and when it ended."""
+    """Policy versions that were live when the reply began and when it ended."""
     tokens: int = 0
     finish_reason: str = ""
 
@@ -52,98 +57,121 @@ class Server:
     run: RunDir
     url: str
     model: str
-    key: str
+    keys: RunKeys
     last: Answer = field(default_factory=Answer)
 
     def answer(self, messages: Sequence[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
-        """Pieces of the reply as they come; `last` is whole after the last one. Raises RoleError."""
+        """Yield the reply in pieces. `last` is complete after the last piece.
+
+        Raises RoleError if the router refuses the request, cannot be reached, or the engine fails.
+        """
         self.last = Answer()
+        sampling = {name: value for name, value in sampling.items() if value is not None}
         body = {"model": self.model, "messages": list(messages), "stream": True, **sampling}
         body["stream_options"] = {"include_usage": True}
-        headers = {"Authorization": f"Bearer {self.key}"}
-        timeout = httpx.Timeout(
-            None, connect=CONNECT_S
-        )  # engines that are paused for new weights answer later
+        # engines that are paused for new weights answer later
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
         try:
             with (
-                httpx.Client(timeout=timeout, trust_env=False) as client,
-                client.stream(
-                    "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers
-                ) as response,
+                httpx.Client(
+                    verify=self.keys.client_context(),
+                    headers=self.keys.headers,
+                    timeout=timeout,
+                    trust_env=False,
+                ) as client,
+                self._post(client, body) as response,
             ):
                 if response.status_code != 200:
                     response.read()
-                    raise self._refused(response)
+                    raise self._refusal(response)
                 first = response.headers.get(VERSION_HEADER)
-                self.last.versions = (int(first) if first else self._live(),)
+                self.last.versions = (int(first) if first else self._live_version(),)
                 for line in response.iter_lines():
                     yield from self._piece(line)
         except httpx.HTTPError as error:
             raise RoleError(
-                f"the router of {self.run.root.name} does not answer at {self.url}: {type(error).__name__}",
-                mend=f"primerl-hpc status {self.run.root.name}",
+                f"the router of {self.run.root.name} does not respond at {self.url}: {type(error).__name__}",
+                hint=f"primerl-hpc status {shlex.quote(self.run.root.name)}",
             ) from error
-        self.last.versions += (max(self._live(), self.last.versions[0]),)
+        self.last.versions += (max(self._live_version(), self.last.versions[0]),)
+
+    @contextmanager
+    def _post(self, client: httpx.Client, body: dict[str, Any]) -> Iterator[httpx.Response]:
+        """POST the request; if it is refused with HTTP 400, repeat it without ``max_tokens``.
+
+        The engine refuses prompt + ``max_tokens`` beyond its maximum length. Without the limit it generates up to that
+        length.
+        """
+        url = f"{self.url}/v1/chat/completions"
+        with client.stream("POST", url, json=body) as response:
+            if response.status_code != 400 or "max_tokens" not in body:
+                yield response
+                return
+        shorter = {name: value for name, value in body.items() if name != "max_tokens"}
+        with client.stream("POST", url, json=shorter) as response:
+            yield response
 
     def _piece(self, line: str) -> Iterator[str]:
         if not line.startswith("data: ") or line == "data: [DONE]":
             return
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
-            raise RoleError(f"the engine broke off: {event['error']}")
+            raise RoleError(f"the engine aborted the reply: {event['error']}")
         self.last.tokens = (event.get("usage") or {}).get("completion_tokens", self.last.tokens)
         for choice in event["choices"]:
             self.last.finish_reason = choice.get("finish_reason") or self.last.finish_reason
             if text := choice["delta"].get("content"):
                 yield text
 
-    def _refused(self, response: httpx.Response) -> RoleError:
+    def _refusal(self, response: httpx.Response) -> RoleError:
         try:
-            said = response.json()
-            said = said.get("error", said)
-            said = said.get("message", said) if isinstance(said, dict) else said
+            detail = response.json()
+            detail = detail.get("error", detail)
+            detail = detail.get("message", detail) if isinstance(detail, dict) else detail
         except ValueError:
-            said = response.text[:300]
-        mend = ""
+            detail = response.text[:300]
+        hint = ""
         if response.status_code == 503:
-            mend = f"no engine is ready: primerl-hpc status {self.run.root.name}"
-        return RoleError(f"HTTP {response.status_code} from the run's router: {said}", mend=mend)
+            hint = f"primerl-hpc status {shlex.quote(self.run.root.name)} shows the state of the engines"
+        return RoleError(f"HTTP {response.status_code} from the run's router: {detail}", hint=hint)
 
-    def _live(self) -> int:
+    def _live_version(self) -> int:
         return int((read_json_or_none(self.run.live_version) or {}).get("version", 0))
 
 
 def find_server(run: RunDir) -> Server:
-    """The run's router. Raises NotFoundError saying why nobody serves, or that the key is not ours to read."""
+    """Return the run's router. Raises NotFoundError if no router is up, or if its keys cannot be read."""
     endpoint = read_endpoint(run, process_name(Role.ROUTER, 0))
     if endpoint is None:
-        raise _nobody(run)
+        raise _no_router_error(run)
     try:
-        key = run.api_key.read_text().strip()
-    except (FileNotFoundError, PermissionError) as error:
+        keys = existing_keys(run, endpoint.get("attempt", 1))
+        assert keys.api_key
+    except (DataError, OSError) as error:
         raise NotFoundError(
-            f"the key of this run cannot be read ({error.strerror}): only who started it may ask its engines",
-            place=str(run.api_key),
+            f"the keys of this run cannot be read ({error}); only the user who submitted it can send requests "
+            f"to its engines"
         ) from error
-    return Server(run, endpoint["url"].rstrip("/"), endpoint["model"], key)
+    return Server(run, endpoint["url"].rstrip("/"), endpoint["model"], keys)
 
 
-def _nobody(run: RunDir) -> NotFoundError:
+def _no_router_error(run: RunDir) -> NotFoundError:
     snapshot = take_snapshot(run, JobWatcher().facts_of([run]))
     if not any(name.startswith(Role.ROUTER.value) for name in snapshot.processes):
         why = f"its phase {snapshot.phase} has no engines" if snapshot.phase else "it has not started yet"
     else:
         why = "its router is not up"
     return NotFoundError(
-        f"nothing of {snapshot.name} serves: it is {snapshot.state.value}, {why}",
-        mend=f"primerl-hpc status {snapshot.name}",
+        f"cannot chat with {snapshot.name}: the run is {snapshot.state.value}, {why}",
+        hint=f"primerl-hpc status {shlex.quote(snapshot.name)}",
     )
 
 
-def hop_command(run: RunDir, words: Sequence[str], *, is_terminal: bool) -> list[str] | None:
-    """A command that runs ``words`` on the node of a router which listens on its loopback only; None: no need to.
+def router_node_command(run: RunDir, words: Sequence[str], *, is_terminal: bool) -> list[str] | None:
+    """Return the srun command that runs ``primerl_hpc`` with ``words`` on the router's node, or None if it is not
+    needed.
 
-    A run of one node keeps its engines to that node; srun puts one more step into its allocation.
+    The router of a single-node run listens on the loopback interface only, so srun starts a step on that node.
     """
     endpoint = read_endpoint(run, process_name(Role.ROUTER, 0)) or {}
     host = urlparse(endpoint.get("url", "")).hostname
@@ -152,27 +180,18 @@ def hop_command(run: RunDir, words: Sequence[str], *, is_terminal: bool) -> list
     job = (read_json_or_none(run.state) or {}).get("job_id")
     if job is None:
         return None
-    where = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={endpoint['host'].split('.')[0]}"]
+    placement = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={endpoint['host'].split('.')[0]}"]
     terminal = ["--pty"] if is_terminal else []
-    return [
-        "srun",
-        f"--jobid={job}",
-        "--quiet",
-        *where,
-        *terminal,
-        sys.executable,
-        "-m",
-        "primerl_hpc",
-        *words,
-    ]
+    options = [f"--jobid={job}", "--quiet", *placement, *mpi_option(run), *terminal]
+    return srun_command(options, [sys.executable, "-m", "primerl_hpc", *words])
 
 
-def hop(command: Sequence[str]) -> None:
-    """Replace this process. Raises RoleError where there is no srun."""
+def exec_on_router_node(command: Sequence[str]) -> None:
+    """Replace this process with ``command``. Raises RoleError if srun is not installed here."""
     try:
         os.execvp(command[0], list(command))
     except FileNotFoundError:
         raise RoleError(
-            "this run listens on its own node only, and srun is not here to go there",
-            mend=f"on a login node of its cluster: {shlex.join(command)}",
+            "this run listens on its own node only, and srun was not found on this machine",
+            hint=f"run on a login node of its cluster: {shlex.join(command)}",
         ) from None

@@ -1,8 +1,6 @@
-"""Drives environments against engines, scores, packs, ships to the trainer, and relays weights back.
+"""Drives environments and engines, scores rollouts, sends batches to the trainer and new weights to the engines.
 
-Reading order. Pure: curriculum → sampler → dispatcher → concurrency → trajectories → algorithms → gates, filters →
-scoring → packing → batches → metrics → evals.
-At the edge: env_client → fleet → engines → runner → watcher → queue_file → checkpoints → traces → state →
-setup → driver → loop, evaluate.
-made_up: rollouts for the trainer's benchmark mode.
+Reading order: types → train_loop, eval_loop → components → driver → setup → metrics, progress → evaluation →
+event_loop. Subfolders in the order of the data: scheduling → rollouts → algorithms, scoring → batches; engines;
+checkpoint.
 """

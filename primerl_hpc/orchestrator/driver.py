@@ -1,7 +1,7 @@
-"""The part that training and stand-alone evaluation share: rollouts out, outcomes in, evaluations reported.
+"""The part shared by training and stand-alone evaluation: start rollouts, process outcomes, report evaluations.
 
-While engines or router are away, rollouts fail for no fault of their own: they are tried again after a growing pause,
-until nothing succeeded for ``timeouts.inference_ready_s`` while they went on failing.
+While engines or the router are down, rollouts fail through no fault of their own. They are retried after growing
+pauses, until no rollout has succeeded for ``timeouts.inference_ready_s`` while failures continued.
 """
 
 from __future__ import annotations
@@ -11,31 +11,39 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from primerl_hpc.common.errors import RoleError
-from primerl_hpc.common.metrics import MetricsWriter
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.orchestrator.dispatcher import Cancel, Dispatcher, Group, Split
-from primerl_hpc.orchestrator.evals import Evaluator
-from primerl_hpc.orchestrator.rate import RateLimit
-from primerl_hpc.orchestrator.runner import EnvHandle, Outcome, RolloutRunner
+from primerl_hpc.common.node.start_phases import own_phases
+from primerl_hpc.common.safety.printable import one_line
+from primerl_hpc.orchestrator.evaluation import Evaluator
+from primerl_hpc.orchestrator.metrics import ErrorRateWatch
+from primerl_hpc.orchestrator.progress import Failures, ProgressFile, progress_of
+from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
+from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
+from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
+from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, ProcessLimit
+from primerl_hpc.orchestrator.scheduling.rate_limit import RateLimit
 from primerl_hpc.orchestrator.setup import ExternalAddress, RouterAddress
-from primerl_hpc.orchestrator.traces import TraceWriter
-from primerl_hpc.recipe.algorithm_schema import NEED_TEACHER
-from primerl_hpc.recipe.model_schema import FrozenModel
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.orchestrator.types import Cancel, Group, Outcome, Split
+from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.recipe.schema.model import FrozenModel
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.endpoints import publish_start
+from primerl_hpc.run.metrics import MetricsWriter
+from primerl_hpc.run.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
-LOUD_ERRORS = 5  # of one kind in one environment; more are logged for debugging only
+MAX_WARNINGS = 5  # per environment and kind of error; more are logged at level DEBUG
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
-QUIET_S = 300.0  # without a fault, and they are over; longer than a rollout waits for its environment server
+QUIET_S = 300.0  # an outage ends after this time without a fault; longer than a rollout waits for its server
 
 
 @dataclass
-class Tally:
-    """How the rollouts of an environment ended, engines' faults left out."""
+class RolloutTally:
+    """Ended rollouts of an environment, without those that failed because an engine or server died."""
 
     succeeded: int = 0
     failed: int = 0
@@ -43,6 +51,8 @@ class Tally:
 
 
 class RolloutDriver:
+    """Connects dispatcher, runner, evaluator and traces."""
+
     def __init__(
         self,
         run: RunDir,
@@ -56,27 +66,47 @@ class RolloutDriver:
         self.dispatcher, self.evaluator, self.runner = dispatcher, evaluator, runner
         self.eval_metrics = MetricsWriter(run.metrics("eval"))
         self.traces = {split: TraceWriter(run.traces(split.value)) for split in Split}
-        self.is_updating = (
-            False  # engines are paused for new weights: what starts now would be older than need be
-        )
-        self.errors: Counter[str] = Counter()  # <environment>/<kind> → rollouts, since the start
-        self.tallies: dict[tuple[Split, str], Tally] = {}  # by environment, since somebody last cleared them
+        # engines are paused for new weights: start nothing until the new version is live
+        self.is_updating = False
+        self.progress = ProgressFile(run)
+        self.errors: Counter[str] = Counter()  # <environment>/<kind> → failed rollouts since the start
+        # by environment, since they were last cleared
+        self.tallies: dict[tuple[Split, str], RolloutTally] = {}
+        self.failures: dict[str, Failures] = {}  # by environment, since the start
+        self.error_rates: ErrorRateWatch | None = None  # of kind rl
         self._pause_s, self._paused_until = FIRST_PAUSE_S, 0.0
         self._faulty_since: float | None = None
         self._last_fault_at = 0.0
+        self._has_started = False
+        """True from the end of the first rollout until its time is published."""
 
-    def dispatch(self, queued: int) -> None:
+    def dispatch(self, queued: int, dropped_batches: int = 0) -> None:
+        """Start what may start.
+
+        ``queued``: finished rollouts that wait for a batch; ``dropped_batches`` is only reported in the progress file.
+        """
+        if self.progress.is_due(time.monotonic()):
+            episodes = self.runner.episodes
+            progress = progress_of(self.dispatcher, self.failures, queued, dropped_batches, episodes)
+            rates = [rate.as_json() for rate in self.error_rates.found] if self.error_rates else []
+            self.progress.note({**progress, "high_error_rates": rates})
         if self.is_updating or self.router.url is None or time.monotonic() < self._paused_until:
             return
         for start in self.dispatcher.next_starts(queued, time.monotonic()):
             self.runner.start(start)
 
+    def watch_error_rates(self, phase: PhasePlan) -> ErrorRateWatch:
+        """Report environments whose rollouts fail in many batches. The caller passes batches to the watch."""
+        self.error_rates = ErrorRateWatch(self.run, phase)
+        return self.error_rates
+
     def cancel(self, cancels: list[Cancel]) -> None:
+        """Cancel the rollouts of these groups."""
         for cancel in cancels:
             self.runner.cancel(cancel.rollout_ids)
 
     async def next_groups(self) -> list[Group]:
-        """Groups that were finished by what happened within the next tick; evaluation's are dealt with here."""
+        """Return the training groups that finished within the next tick; evaluation groups are processed here."""
         try:
             async with asyncio.timeout(TICK_S):
                 outcomes = [await self.runner.outcomes.get()]
@@ -91,28 +121,37 @@ class RolloutDriver:
         return [group for group in groups if group is not None and group.split is Split.TRAIN]
 
     def open_evaluation(self, version: int) -> None:
+        """Start the evaluation of ``version`` if one is due."""
         if self.evaluator.open(version, self.dispatcher):
-            logger.info("evaluating policy v%d", version)
+            logger.info("evaluation of policy v%d started", version)
             self.runner.wake()
 
     def flush(self) -> None:
-        """Write the traces that were gathered; blocks, so call it in a thread while the run goes on."""
+        """Write the collected traces and the progress. Blocks: call it in a thread while the run continues."""
         for traces in self.traces.values():
             traces.flush()
+        self.progress.flush()
+        if self._has_started:
+            publish_start(self.run, own_phases().seconds)
+            self._has_started = False
 
     def _group_of(self, outcome: Outcome) -> Group | None:
         if outcome.fatal is not None:
             raise outcome.fatal
-        tally = self.tallies.setdefault((outcome.split, outcome.env), Tally())
+        tally = self.tallies.setdefault((outcome.split, outcome.env), RolloutTally())
         if outcome.rollout is not None:
             tally.succeeded += 1
             self._pause_s, self._faulty_since = FIRST_PAUSE_S, None
+            if "first rollout" not in own_phases().seconds:
+                own_phases().end("first rollout")
+                self._has_started = True
             return self.dispatcher.finished(outcome.rollout_id, outcome.rollout)
         kind = f"{outcome.env}/{outcome.error.split(':', 1)[0]}"
         self.errors[kind] += 1
-        level = logging.WARNING if self.errors[kind] <= LOUD_ERRORS else logging.DEBUG
+        self.failures.setdefault(outcome.env, Failures()).add(outcome.error)
+        level = logging.WARNING if self.errors[kind] <= MAX_WARNINGS else logging.DEBUG
         logger.log(
-            level, "environment %s, task %s: rollout failed: %s", outcome.env, outcome.task, outcome.error
+            level, "rollout failed in environment %s, task %s: %s", outcome.env, outcome.task, outcome.error
         )
         self.traces[outcome.split].add_failure(
             env=outcome.env, task=outcome.task, version=outcome.version, error=outcome.error
@@ -121,17 +160,21 @@ class RolloutDriver:
             self._pause(outcome)
         else:
             tally.failed, tally.last_error = tally.failed + 1, outcome.error
-        return self.dispatcher.failed(outcome.rollout_id, is_fault=outcome.is_engine_fault)
+        return self.dispatcher.failed(
+            outcome.rollout_id, is_fault=outcome.is_engine_fault, error=outcome.error
+        )
 
     def _pause(self, outcome: Outcome) -> None:
+        """Pause dispatching after a failure of an engine or server. Raises RoleError when the outage lasts too long."""
         now = time.monotonic()
+        self.router.expect_change()
         if self._faulty_since is None or now - self._last_fault_at > QUIET_S:
             self._pause_s, self._faulty_since = FIRST_PAUSE_S, now
         self._last_fault_at = now
         if now - self._faulty_since > self.recipe.timeouts.inference_ready_s:
             raise RoleError(
-                f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {outcome.error}",
-                mend=where_to_look(self.recipe, outcome),
+                f"no rollout succeeded for {now - self._faulty_since:.0f} s, last error: {one_line(outcome.error)}",
+                hint=failure_hint(self.recipe, outcome),
             )
         if now >= self._paused_until:
             self._paused_until = now + self._pause_s
@@ -157,39 +200,92 @@ class RolloutDriver:
             if (name := f"eval/{environment.label}/avg@{environment.samples}") in metrics
         )
         logger.info(
-            "eval of policy v%d: %s (%.1f s)", version, scores or "no rollout succeeded", metrics["time/eval"]
+            "evaluation of policy v%d: %s (%.1f s)",
+            version,
+            scores or "no rollout succeeded",
+            metrics["time/eval"],
         )
 
 
-def where_to_look(recipe: Recipe, outcome: Outcome) -> str:
-    """For people: at whoever did not answer, by the kind of the error."""
+def failure_hint(recipe: Recipe, outcome: Outcome) -> str:
+    """Return a hint for users: which log or server to check, by the kind of the error."""
     kind = outcome.error.split(":", 1)[0]
     split = recipe.environments.train if outcome.split is Split.TRAIN else recipe.environments.eval
-    index, environment = next((i, each) for i, each in enumerate(split) if each.label == outcome.env)
+    index, environment = next(
+        (index, environment) for index, environment in enumerate(split) if environment.label == outcome.env
+    )
     algorithm = recipe.algorithms[index] if outcome.split is Split.TRAIN else None
     if kind == "EnvServerDied":
         log = f"see logs/latest/envs/{outcome.split.value}/{outcome.env}*"
-        return f"look whether {environment.address} answers" if environment.address else log
+        return f"check whether {environment.address} responds" if environment.address else log
     if kind == "NoJudge":
-        return _look_at(recipe.judge, "judge")
-    has_teacher = algorithm is not None and algorithm.type in NEED_TEACHER  # opsd asks the policy's engines
-    if has_teacher and (algorithm.samples_from == "teacher" or kind in ("NoTeacher", "TeacherError")):
-        return _look_at(recipe.teacher, "teacher")
+        return _frozen_model_hint(recipe.judge, "judge")
+    # opsd needs no teacher: it uses the policy's engines
+    if (
+        algorithm is not None
+        and algorithm.needs_teacher
+        and (algorithm.samples_from == "teacher" or kind in ("NoTeacher", "TeacherError"))
+    ):
+        return _frozen_model_hint(recipe.teacher, "teacher")
     if recipe.evaluation is not None and recipe.evaluation.external is not None:
-        return f"look whether {recipe.evaluation.external.base_url} answers"
+        return f"check whether {recipe.evaluation.external.base_url} responds"
     return "see logs/latest/inference/*.log"
 
 
-def _look_at(frozen: FrozenModel | None, role: str) -> str:
-    """``frozen`` None: environments ask somebody of their own."""
+def _frozen_model_hint(frozen: FrozenModel | None, role: str) -> str:
+    """Return where to find the problem of a judge or teacher. ``frozen`` None: an environment uses its own server."""
     if frozen is None:
         return "see the environment server's log in logs/latest/envs"
     if frozen.base_url is not None:
-        return f"look whether {frozen.base_url} answers"
+        return f"check whether {frozen.base_url} responds"
     return f"see logs/latest/{role}/*.log"
 
 
+def env_bounds(envs: dict[Split, list[EnvHandle]]) -> dict[str, Any]:
+    """Return the limits on rollouts in flight and on their start rate per environment: arguments of `Dispatcher`.
+
+    Environment servers report the processes that they start when they publish themselves, so call it when they are
+    ready.
+    """
+    return {
+        "env_limits": env_limits(envs),
+        "env_rates": env_rates(envs),
+        "process_limit": process_limit(envs),
+    }
+
+
+def process_limit(envs: dict[Split, list[EnvHandle]]) -> ProcessLimit | None:
+    """Limit environments that start processes for each episode to the cores of their servers' nodes, in total.
+
+    Return None without such environments. An environment with ``max_concurrent`` is limited only by that.
+    """
+    keys: set[tuple[Split, int]] = set()
+    started: dict[str, str] = {}  # processes by environment, for the log
+    cores: dict[str, int] = {}  # by node
+    for split, handles in envs.items():
+        for index, handle in enumerate(handles):
+            servers = [
+                endpoint for endpoint in handle.client.published_endpoints if endpoint.get("processes")
+            ]
+            if servers and handle.environment.max_concurrent is None:
+                keys.add((split, index))
+                started[handle.environment.label] = ", ".join(servers[0]["processes"])
+                cores |= {server["host"]: server["cores"] for server in servers}
+    if not keys:
+        return None
+    limit = ProcessLimit(frozenset(keys), sum(cores.values()), tuple(started))
+    logger.warning(
+        "limited to %d concurrent episodes, one per core of %s, in environments that start processes for each episode: "
+        "%s; the logs of their servers explain how to start fewer processes",
+        limit.rollouts,
+        ", ".join(sorted(cores)),
+        "; ".join(f"{name} ({processes})" for name, processes in started.items()),
+    )
+    return limit
+
+
 def env_rates(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], RateLimit]:
+    """Return the start rates by environment."""
     return {
         (split, index): RateLimit(handle.environment.tasks_per_minute)
         for split, handles in envs.items()
@@ -199,6 +295,7 @@ def env_rates(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], Rat
 
 
 def env_limits(envs: dict[Split, list[EnvHandle]]) -> dict[tuple[Split, int], int]:
+    """Return the limits on rollouts in flight by environment."""
     return {
         (split, index): handle.environment.max_concurrent
         for split, handles in envs.items()

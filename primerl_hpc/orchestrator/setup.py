@@ -1,6 +1,6 @@
-"""Start-up: what an orchestrator or evaluator needs from its peers before the first rollout.
+"""Start-up: prepare what an orchestrator or evaluator needs from its peers before the first rollout.
 
-Environments' tasks are loaded here, environment servers and engines waited for, the router's address read.
+Loads the tasks of environments, waits for environment servers and engines, and reads the router's address.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from itertools import groupby
 
 from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, process_name
-from primerl_hpc.common.patience import Patience
-from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
-from primerl_hpc.envs.tasks import agents_of, load_tasks
-from primerl_hpc.orchestrator.concurrency import Concurrency
-from primerl_hpc.orchestrator.dispatcher import Split
-from primerl_hpc.orchestrator.env_client import EnvServerClient
-from primerl_hpc.orchestrator.env_pool import EnvServerPool
-from primerl_hpc.orchestrator.fleet import Fleet
-from primerl_hpc.orchestrator.runner import EnvHandle
-from primerl_hpc.orchestrator.teacher import TeacherClient
+from primerl_hpc.common.waiting import TransientIOErrors
+from primerl_hpc.envs.tasks import agents_of, load_tasks, resolve_environment
+from primerl_hpc.envs.tools import refuse_tools_without_renderer
+from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions
+from primerl_hpc.orchestrator.rollouts.env_client import EnvServerClient
+from primerl_hpc.orchestrator.rollouts.env_pool import EnvServerPool
+from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
+from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient
+from primerl_hpc.orchestrator.scheduling.concurrency import Concurrency
+from primerl_hpc.orchestrator.types import Split
 from primerl_hpc.plan.types import PhasePlan
-from primerl_hpc.recipe.algorithm_schema import Algorithm, HierarchicalGRPO
-from primerl_hpc.recipe.rollout_schema import Environment, EvalEnvironment, Rollouts, TrainEnvironment
-from primerl_hpc.recipe.schema import Recipe
-from primerl_hpc.transport.weights import WeightReader
-from primerl_hpc.transport.weights_broadcast import BroadcastWeightReader
-from primerl_hpc.transport.weights_delta import DeltaWeightReader
-from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader
+from primerl_hpc.recipe.schema.algorithm import Algorithm, HierarchicalGRPO
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.rollout import Environment, EvalEnvironment, Rollouts, TrainEnvironment
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.endpoints import EndpointWatch, read_endpoint
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.transport.weights.broadcast import BroadcastWeightReader
+from primerl_hpc.transport.weights.delta import DeltaWeightReader
+from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader
+from primerl_hpc.transport.weights.types import WeightReader
 
 ROUTER = process_name(Role.ROUTER, 0)
 POLL_S = 0.2
@@ -38,31 +41,43 @@ POLL_S = 0.2
 
 @dataclass
 class RouterAddress:
-    """Where rollouts sample now; None while the router is down. A restarted router may have another port."""
+    """Where rollouts sample now; ``url`` is None while the router is down. A restarted router may use another port."""
 
     run: RunDir
     url: str | None = None
-    _patience: Patience = field(default_factory=lambda: Patience("where the router is"))
+    endpoints: EndpointWatch | None = None
+    """The watch that others use too; None: the endpoint is read at each call of `refresh`."""
+    _patience: TransientIOErrors = field(default_factory=lambda: TransientIOErrors("the router's endpoint"))
 
     def refresh(self) -> str | None:
+        """Read the router's endpoint and return its URL."""
         with self._patience:
-            endpoint = read_endpoint(self.run, ROUTER)
+            watch = self.endpoints
+            endpoint = read_endpoint(self.run, ROUTER) if watch is None else watch.get(ROUTER)
             self.url = endpoint["url"].rstrip("/") if endpoint else None
         return self.url
+
+    def expect_change(self) -> None:
+        """Read the endpoint again at the next call of `refresh`, because the router did not respond."""
+        if self.endpoints is not None:
+            self.endpoints.hurry()
 
 
 @dataclass
 class ExternalAddress:
-    """As `RouterAddress`, of a server elsewhere: it is where it is."""
+    """Like `RouterAddress`, for a server outside the run, whose address is fixed."""
 
     url: str
 
     def refresh(self) -> str:
         return self.url
 
+    def expect_change(self) -> None:
+        """Nothing changes."""
+
 
 def make_reader(run: RunDir, recipe: Recipe) -> WeightReader:
-    """How policy versions come from the trainer: ``weights.transport``."""
+    """Return the reader of policy versions for ``weights.transport``."""
     readers = {
         "filesystem": FilesystemWeightReader,
         "delta": DeltaWeightReader,
@@ -74,33 +89,46 @@ def make_reader(run: RunDir, recipe: Recipe) -> WeightReader:
 def make_fleet(run: RunDir, recipe: Recipe) -> Fleet:
     return Fleet(
         run,
-        ensure_api_key(run),
-        update_timeout_s=recipe.timeouts.weight_update_s,
-        recompute_kv=recipe.inference.recompute_kv_on_update,
-        workers_per_engine=recipe.layout.inference.accelerators_per_replica,
+        run_keys(run),
+        FleetOptions(
+            update_timeout_s=recipe.timeouts.weight_update_s,
+            recompute_kv=recipe.inference.recompute_kv_on_update,
+            workers_per_engine=recipe.layout.inference.accelerators_per_replica,
+        ),
     )
 
 
-async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[EnvHandle]]:
-    """Tasks and clients of every environment, in the recipe's order; server i serves train then eval.
+async def load_environments(
+    run: RunDir, recipe: Recipe, endpoints: EndpointWatch | None = None
+) -> dict[Split, list[EnvHandle]]:
+    """Load the tasks of every environment and create its clients, which read ``endpoints`` together.
 
-    An evaluation alone has no servers for the training environments that its recipe may bring along.
-    Raises ConfigError and DataError naming the environment.
+    Servers are numbered in the recipe's order, train then eval. If nothing is trained on rollouts, training
+    environments in the recipe have no servers and are skipped. Raises ConfigError or DataError naming the environment.
     """
     handles: dict[Split, list[EnvHandle]] = {Split.TRAIN: [], Split.EVAL: []}
     servers = enumerate(recipe.environments.by_server)
-    for (split, _), same in groupby(servers, key=lambda server: (server[1][0], server[1][1].label)):
-        numbers = [index for index, _ in same]
+    for (split, _), environment_servers in groupby(
+        servers, key=lambda server: (server[1][0], server[1][1].label)
+    ):
+        numbers = [index for index, _ in environment_servers]
         environment = recipe.environments.by_server[numbers[0]][1]
-        if recipe.kind == Kind.EVAL and split == "train":
+        if recipe.kind != Kind.RL and split == "train":
             continue
         limit = environment.num_tasks if isinstance(environment, EvalEnvironment) else None
         tasks = await asyncio.to_thread(load_tasks, environment, limit)
+        if environment.address is not None and not recipe.is_external:  # no server of the run checks it
+            config = await asyncio.to_thread(resolve_environment, environment)
+            await asyncio.to_thread(refuse_tools_without_renderer, environment, config, recipe.model)
         if isinstance(environment, TrainEnvironment):
             await asyncio.to_thread(check_agents, environment, environment.algorithm or recipe.algorithm)
         clients = [
             EnvServerClient(
-                run, process_name(Role.ENV_SERVER, index), environment, health_s=recipe.timeouts.health_s
+                run,
+                process_name(Role.ENV_SERVER, index),
+                environment,
+                health_s=recipe.timeouts.health_s,
+                endpoints=endpoints,
             )
             for index in numbers
         ]
@@ -110,20 +138,20 @@ async def load_environments(run: RunDir, recipe: Recipe) -> dict[Split, list[Env
 
 
 def check_agents(environment: Environment, algorithm: Algorithm) -> None:
-    """Raises ConfigError when the environment has none of the agents that are to be compared inside an episode."""
+    """Raise ConfigError if the environment has none of the agents that are compared within an episode."""
     if not isinstance(algorithm, HierarchicalGRPO):
         return
-    inside, agents = algorithm.episode_agents, agents_of(environment)
-    if not set(agents) & set(inside):
+    compared, agents = algorithm.episode_agents, agents_of(environment)
+    if not set(agents) & set(compared):
         raise ConfigError(
-            f"algorithm.episode_agents {sorted(inside)} are not among the environment's agents {sorted(agents)}",
-            place=f"environment {environment.label}",
-            mend="name those that are to be compared inside an episode",
+            f"algorithm.episode_agents {sorted(compared)} are not among the environment's agents {sorted(agents)}",
+            location=f"environment {environment.label}",
+            hint="list the agents that are to be compared within an episode",
         )
 
 
 def make_concurrency(rollouts: Rollouts) -> Concurrency | None:
-    """The controller of how many rollouts are in flight; None where the recipe fixes it."""
+    """Return the controller of the number of rollouts in flight; None if the recipe sets a fixed number."""
     config = rollouts.adaptive_concurrency
     if config is None:
         return None
@@ -131,8 +159,8 @@ def make_concurrency(rollouts: Rollouts) -> Concurrency | None:
 
 
 def vocab_size_for_filters(phase: PhasePlan) -> int:
-    """The model's vocabulary where a rollout filter needs it; else 0, which costs nothing."""
-    if not any(each.type == "gibberish" for each in phase.recipe.rollouts.filters):
+    """Return the size of the model's vocabulary if a rollout filter needs it, else 0 (reads nothing)."""
+    if not any(config.type == "gibberish" for config in phase.recipe.rollouts.filters):
         return 0
     from transformers import AutoConfig
 
@@ -149,14 +177,14 @@ async def wait_for_peers(
     router: RouterAddress | ExternalAddress,
     teacher: TeacherClient | None = None,
 ) -> None:
-    """All servers at the same time; without a fleet the environment servers alone.
+    """Wait for all servers at the same time; without a fleet, only for the environment servers.
 
-    Raises TimeoutWaitingError naming who is missing.
+    Raises TimeoutWaitingError naming the missing server.
     """
     timeouts = phase.recipe.timeouts
     engines = (*phase.of_role(Role.INFERENCE), *phase.of_role(Role.PREFILL))
-    num_engines = len(engines) or min(1, len(phase.elastic))  # one elastic engine will do
-    clients = [handle.client for each in handles.values() for handle in each]
+    num_engines = len(engines) or min(1, len(phase.elastic))  # one elastic engine is enough
+    clients = [handle.client for split_handles in handles.values() for handle in split_handles]
     async with asyncio.TaskGroup() as group:
         if fleet is not None:
             group.create_task(fleet.wait_ready(num_engines, timeouts.inference_ready_s))
@@ -167,12 +195,12 @@ async def wait_for_peers(
             group.create_task(client.wait_ready(timeout_s=phase.recipe.env_server_ready_s))
 
 
-async def _wait_for(name: str, is_there: Callable[[], object], timeout_s: float) -> None:
+async def _wait_for(name: str, is_ready: Callable[[], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while not is_there():
+    while not is_ready():
         if time.monotonic() >= deadline:
             raise TimeoutWaitingError(
-                f"waited {timeout_s:.0f} s for {name}",
-                mend="see logs/latest/inference/*.log and logs/latest/teacher/*.log",
+                f"{name} was not ready after {timeout_s:.0f} s",
+                hint="see logs/latest/inference/*.log and logs/latest/teacher/*.log",
             )
         await asyncio.sleep(POLL_S)

@@ -1,42 +1,67 @@
-"""``environments.*.servers: auto`` as a number: a server for every so many rollouts in flight, as long as cores are there.
+"""Resolve ``environments.*.servers: auto``: one server for `ROLLOUTS_PER_SERVER` rollouts in flight, limited by cores.
 
-A server is one core's worth: 10 ms of CPU per turn of a rollout (verifiers). 256 rollouts of one turn and three seconds
-keep it busy; longer ones keep it less busy.
+A server is one process: 1 to 2 ms of CPU time per turn of a rollout, without the environment's own work
+(`plan.predict.timing.host_cores`). Where a step time is predicted, `raise_servers` increases the number for fast
+rollouts.
 """
 
 from __future__ import annotations
 
 import math
 
-from primerl_hpc.recipe.rollout_schema import Environment
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.rollout import Environment
 
 ROLLOUTS_PER_SERVER = 256
-SHARE_OF_CORES = 4  # one in so many of their node's cores may be servers' of training, and of evaluation
+CORES_PER_SERVER = 4  # cores of the node for each server; counted separately for training and evaluation
 
 
-def settle_servers(recipe: Recipe, cores: int) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with numbers of servers, and notes that say why. ``cores``: of the node that they run on."""
+def resolve_servers(recipe: Recipe, cores: int) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with numbers of servers, and notes with the reasons. ``cores``: of the servers' node."""
     environments = recipe.environments
-    ratios = sum(each.ratio for each in environments.train)
+    ratios = sum(environment.ratio for environment in environments.train)
     fractions = {
-        "train": [each.ratio / ratios for each in environments.train],
+        "train": [environment.ratio / ratios for environment in environments.train],
         "eval": [1 / len(environments.eval) for _ in environments.eval],
     }
     notes: list[str] = []
     settled: dict[str, tuple[Environment, ...]] = {}
     for split, shares in fractions.items():
-        every = getattr(environments, split)
-        numbers = [_servers(recipe, each, share, cores) for each, share in zip(every, shares, strict=True)]
+        of_split = getattr(environments, split)
+        numbers = [
+            _servers(recipe, environment, share, cores)
+            for environment, share in zip(of_split, shares, strict=True)
+        ]
         settled[split] = tuple(
-            each.model_copy(update={"servers": number}) for each, number in zip(every, numbers, strict=True)
+            environment.model_copy(update={"servers": number})
+            for environment, number in zip(of_split, numbers, strict=True)
         )
         notes += [
-            f"environment {each.label} ({split}): {number} servers, each a core for {ROLLOUTS_PER_SERVER} rollouts in flight"
-            for each, number in zip(every, numbers, strict=True)
-            if each.servers == "auto" and number > 1
+            f"environment {environment.label} ({split}): {number} servers, "
+            f"one for {ROLLOUTS_PER_SERVER} rollouts in flight"
+            for environment, number in zip(of_split, numbers, strict=True)
+            if environment.servers == "auto" and number > 1
         ]
     return recipe.model_copy(update={"environments": environments.model_copy(update=settled)}), tuple(notes)
+
+
+def raise_servers(recipe: Recipe, needed: int, cores: int) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with at least ``needed`` servers for training where ``servers`` is auto, and notes.
+
+    Environments share them by their ratios. ``cores``: of the servers' node; at most half of them are used.
+    """
+    resolved, _ = resolve_servers(recipe, cores)
+    ratios = sum(environment.ratio for environment in recipe.environments.train)
+    train, notes = list(recipe.environments.train), []
+    for index, (environment, by_rule) in enumerate(zip(train, resolved.environments.train, strict=True)):
+        share = environment.ratio / ratios
+        number = min(math.ceil(needed * share), int(cores * share / 2))
+        is_auto = environment.servers == "auto" and environment.address is None
+        if is_auto and number > int(by_rule.servers):
+            train[index] = environment.model_copy(update={"servers": number})
+            notes.append(f"environment {environment.label} (train): {number} servers for the predicted rate")
+    environments = recipe.environments.model_copy(update={"train": tuple(train)})
+    return recipe.model_copy(update={"environments": environments}), tuple(notes)
 
 
 def _servers(recipe: Recipe, environment: Environment, share: float, cores: int) -> int:
@@ -47,5 +72,5 @@ def _servers(recipe: Recipe, environment: Environment, share: float, cores: int)
     in_flight = recipe.rollouts.in_flight_ceiling * share
     if environment.max_concurrent is not None:
         in_flight = min(in_flight, environment.max_concurrent)
-    most = int(cores * share / SHARE_OF_CORES)
+    most = int(cores * share / CORES_PER_SERVER)
     return max(1, min(math.ceil(in_flight / ROLLOUTS_PER_SERVER), most))

@@ -1,6 +1,6 @@
-"""What to train: the YAML a user writes, as frozen models.
+"""Recipes: the YAML file that describes what to train, as frozen models.
 
-Reading order: schema → combinations → model_schema, layout_schema, run_schema → rollout_schema, selection_schema,
-algorithm_schema → training_schema, sft_schema → evaluation_schema, after_schema → load → resolve, hub → sft_rows, sft_tables →
-explain → renderer.
+Reading order: schema (the blocks and the checks across them), sampling_rules, schedules → load (YAML to `Recipe`) →
+resolve, hub (names to files) → custom_code → explain → sft (rows of demonstrations) → renderer → control_tokens,
+template_settings → chatml, literal_renderer.
 """

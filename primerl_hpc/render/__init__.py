@@ -1,1 +1,4 @@
-"""Writes the plan as batch scripts. Reading order: job → engine (Jinja and its quoting filters) → lint."""
+"""Render the plan as batch scripts.
+
+Reading order: requests → job → bundle (what a node runs first) → engine (Jinja and its quoting filters) → lint.
+"""

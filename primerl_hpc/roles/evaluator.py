@@ -1,9 +1,10 @@
-"""The process of a run of kind eval: ``python -m primerl_hpc.roles.evaluator RUN_DIR PHASE NAME``."""
+"""The process of an evaluation run (kind eval): ``python -m primerl_hpc.roles.evaluator RUN_DIR PHASE NAME``."""
 
 from __future__ import annotations
 
 import sys
 
+from primerl_hpc.envs.serving.deferred import defer_imports
 from primerl_hpc.roles.start import RoleProcess, start_role
 
 
@@ -12,7 +13,8 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(role: RoleProcess) -> None:
-    from primerl_hpc.orchestrator.evaluate import run_evaluation
+    defer_imports()
+    from primerl_hpc.orchestrator.eval_loop import run_evaluation
     from primerl_hpc.orchestrator.event_loop import run_until_done
 
     run_until_done(run_evaluation(role.run, role.phase))

@@ -7,6 +7,8 @@ import sys
 
 from primerl_hpc.common import env
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.node.compile_caches import kept_caches
+from primerl_hpc.inference.stores import secure_stores
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
@@ -24,22 +26,25 @@ def _serve(role: RoleProcess) -> None:
 
 
 def serve_frozen(kind: Role, argv: list[str]) -> int:
-    """One engine of the teacher or judge."""
+    """Serve one engine of the teacher or judge."""
     return start_role(
         kind.value, argv, lambda role: serve_engine(role, role.phase.for_frozen(kind), is_frozen=True)
     )
 
 
 def serve_engine(role: RoleProcess, phase: PhasePlan, *, is_frozen: bool = False) -> None:
-    """Until SIGTERM. ``phase``: whose model it is."""
+    """Serve until SIGTERM. ``phase``: the phase with the settings of this engine's model."""
     from primerl_hpc.inference.server import run_engine
 
+    caches = kept_caches(Role.INFERENCE.value, phase.recipe.model.name)
     mirror = scratch_folder(role.run, f"{role.process}-mirror")
     with scratch_folder(role.run, role.process, SOCKETS) as folder, mirror as copies:
         env.set_mirror(copies)
         os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # sockets between the engine's processes
-        run_engine(role.run, role.plan, phase, role.process, is_frozen=is_frozen)
+        run_engine(role.run, role.plan, phase, role.process, is_frozen=is_frozen, caches=caches)
 
 
-if __name__ == "__main__":  # vLLM's processes are spawned and import this module again
+if __name__ == "__mp_main__":  # a process that vLLM spawns imports this module again
+    secure_stores()
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from primerl_hpc.common.node.start_phases import own_phases
+from primerl_hpc.envs.serving.deferred import defer_imports
 from primerl_hpc.roles.start import RoleProcess, start_role
 
 
@@ -12,9 +14,11 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(role: RoleProcess) -> None:
+    defer_imports()
     from primerl_hpc.orchestrator.event_loop import run_until_done
-    from primerl_hpc.orchestrator.loop import run_orchestrator
+    from primerl_hpc.orchestrator.train_loop import run_orchestrator
 
+    own_phases().end("imports")
     run_until_done(run_orchestrator(role.run, role.phase))
 
 

@@ -1,13 +1,14 @@
-"""One engine that prefills: ``python -m primerl_hpc.roles.prefill RUN_DIR PHASE NAME``.
+"""One prefill engine: ``python -m primerl_hpc.roles.prefill RUN_DIR PHASE NAME``.
 
-The policy's server in a shape of its own. Weight updates reach it like the others; the router does not know it: engines that
-decode ask it (`inference/prefill.py`).
+The policy's server with its own layout. It receives weight updates like the others, but the router does not use it:
+decode engines send requests to it (`inference/prefill.py`).
 """
 
 from __future__ import annotations
 
 import sys
 
+from primerl_hpc.inference.stores import secure_stores
 from primerl_hpc.roles.inference import serve_engine
 from primerl_hpc.roles.start import start_role
 
@@ -16,5 +17,7 @@ def main(argv: list[str]) -> int:
     return start_role("prefill", argv, lambda role: serve_engine(role, role.phase.for_prefill()))
 
 
-if __name__ == "__main__":  # vLLM's processes are spawned and import this module again
+if __name__ == "__mp_main__":  # a process that vLLM spawns imports this module again
+    secure_stores()
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

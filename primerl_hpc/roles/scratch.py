@@ -1,4 +1,4 @@
-"""A node-local folder of one process, for what it cannot keep in the run directory (sockets, working state of libraries)."""
+"""A node-local folder of one process, for what cannot be in the run directory (sockets, working state of libraries)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.rundir import RunDir
 
 
 def scratch_path(run: RunDir, process: str, base: str | None = None) -> Path:
-    """``base/primerl-<uid>-<16 hex digits>``, the same for every life of the process on this host; ``base``: TMPDIR."""
-    name = f"{run.root.resolve()}|{process}|{socket.gethostname()}"
+    """Return ``base/primerl-<uid>-<16 hex digits>``, the same for all incarnations of the process on this host.
+
+    ``base``: default, TMPDIR. The digits depend on the attempt's keys, so that no other user can create the folder
+    first.
+    """
+    name = f"{run_keys(run).temporary_name}|{run.root.resolve()}|{process}|{socket.gethostname()}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     return Path(base or tempfile.gettempdir()) / f"primerl-{os.getuid()}-{digest}"
 
 
 @contextlib.contextmanager
 def scratch_folder(run: RunDir, process: str, base: str | None = None) -> Iterator[Path]:
-    """Empty at first, whatever a killed predecessor left; gone at exit."""
+    """Create the folder, without content that a killed predecessor left; delete it at exit."""
     folder = scratch_path(run, process, base)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -1,8 +1,8 @@
-"""``python -m primerl_hpc.roles.sft RUN_DIR PHASE NAME``: the torchrun group of supervised fine-tuning, see `torchrun`."""
+"""The torchrun group of supervised fine-tuning: ``python -m primerl_hpc.roles.sft RUN_DIR PHASE NAME``."""
 
 import sys
 
-from primerl_hpc.roles.torchrun import run_torchrun
+from primerl_hpc.trainer.torchrun import run_torchrun
 
 if __name__ == "__main__":
     run_torchrun(sys.argv[1:])

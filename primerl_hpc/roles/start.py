@@ -1,9 +1,9 @@
-"""What every role does first and last: read RUN_DIR PHASE NAME, load the plan, log, and end with the right code.
+"""Common start and end of all roles: read RUN_DIR PHASE NAME, load the plan, set up logging, return the exit code.
 
     def main(argv: list[str]) -> int:
-        return start_role("router", argv, serve)          # serve(role: Role) -> None
+        return start_role("router", argv, serve)          # serve(role: RoleProcess) -> None
 
-A PrimerlError is one sentence on stderr and the process ends with the error's exit code.
+A PrimerlError is printed to stderr in one line, and its exit code is returned.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from pathlib import Path
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
-from primerl_hpc.common.log import dump_stacks_on_signal, setup_logging
-from primerl_hpc.common.rundir import RunDir
+from primerl_hpc.common.log import change_logging, dump_stacks_on_signal, setup_logging
+from primerl_hpc.common.package import check_package
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.access.ownership import check_own
+from primerl_hpc.run.rundir import RunDir
 
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""vLLM and verifiers make millions of objects at import that stay: collecting every 700, as Python does, is a sixth of a start."""
+"""vLLM and verifiers create millions of permanent objects: Python's default of 700 costs a sixth of the start."""
 
 
 @dataclass(frozen=True)
 class RoleProcess:
     run: RunDir
-    """The run directory, seen from the phase."""
+    """The run directory of the phase."""
     plan: Plan
     phase: PhasePlan
     process: str
@@ -55,9 +57,13 @@ def start_role(role: str, argv: list[str], serve: Callable[[RoleProcess], None])
     logger = setup_logging(role)
     dump_stacks_on_signal()
     try:
+        check_own(RunDir(Path(run_dir)))
+        check_package(env.package())
         plan = load_plan(RunDir(Path(run_dir)))
         phase = plan.phase(phase_name)
-        phase.process(process)  # NotFoundError names those that exist
+        role_of_process = phase.process(process).role  # raises NotFoundError with the existing names
+        log = phase.recipe.log
+        change_logging(log.level_of(role_of_process), verifiers=log.verifiers, is_json=log.format == "json")
         serve(RoleProcess(RunDir(Path(run_dir)).phase(phase_name), plan, phase, process, logger))
     except PrimerlError as error:
         if env.is_debug():

@@ -1,8 +1,8 @@
-"""``python -m primerl_hpc.roles.trainer RUN_DIR PHASE NAME``: the torchrun group of an RL run, see `torchrun`."""
+"""The torchrun group of an RL run: ``python -m primerl_hpc.roles.trainer RUN_DIR PHASE NAME``."""
 
 import sys
 
-from primerl_hpc.roles.torchrun import run_torchrun
+from primerl_hpc.trainer.torchrun import run_torchrun
 
 if __name__ == "__main__":
     run_torchrun(sys.argv[1:])

@@ -1,7 +1,6 @@
-"""Keeps a run alive from its first process to its exit code.
+"""The batch process of a run: start all processes, restart them after failures, end with the job's exit code.
 
-Reading order: supervisor (the story) → policy (what an exit means, pure) → steps (the seam) → local_step | srun_step →
-guard (one process tree, ended whole) → failures (the first fault, told once) → journal (what is written, and a run
-directory that falters). Hangs: watchdog. Hosts: allocation → nodes → preflight →
-node_checks (on every node).
+Reading order: types → supervisor → context → phase → phase_files → policy (pure) → process_state → failures →
+watchdog → step_history → allocation. Subfolders: files (writes to the run directory), job (what SLURM grants and
+reclaims), elastic, steps (how one process runs).
 """

@@ -1,29 +1,32 @@
-"""What SLURM gave this job: hosts in order, CPUs of a node, and when it takes them back. Read once, from the batch process.
+"""The job's SLURM allocation: hosts in order, CPUs per node. Read once, by the batch process.
 
-Facts that shaped it: SLURM_JOB_END_TIME exists since 23.02 and tells the end that was planned at the start, while
-`squeue` knows a limit that was changed since; SLURM_JOB_CPUS_PER_NODE reads ``64(x4)`` or ``64,32(x3)``.
+SLURM_JOB_CPUS_PER_NODE reads ``64(x4)`` or ``64,32(x3)``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.common.slurm import UNANSWERED, query_environ
 from primerl_hpc.plan.types import Plan
+from primerl_hpc.slurm.command_lines import queue_command, topology_command
+from primerl_hpc.slurm.commands import retry_slurm, run_slurm
+from primerl_hpc.slurm.topology import by_switch, parse_topology
 
-ANSWER_S = 10.0
-"""For one question: whoever asks has a run to look after, or a save that must not be held up."""
-NO_ANSWER = 124
-PATIENCE_S = 20.0
-"""How long a SLURM that does not answer is tried again when a job ends: all of it inside `walltime.RESERVE_S`."""
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 4.0
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Hosts of one component of a heterogeneous job."""
+
+    hosts: frozenset[str]
+    cpus_per_node: int
+    """CPUs of the smallest node."""
+    gpus_per_node: int
+    job_id: str
+    """Steps on these hosts are listed under this id."""
 
 
 @dataclass(frozen=True)
@@ -31,62 +34,77 @@ class Allocation:
     hosts: tuple[str, ...]
     """Host names by node index of the plan."""
     cpus_per_node: int
-    """Of the smallest node: what every step may ask for."""
+    """CPUs of the smallest node: what every step may request."""
     has_gpus: bool
     gpus_per_node: int
     job_id: str
     spares: tuple[str, ...] = ()
-    """Healthy hosts without work."""
+    """Healthy hosts without assigned processes."""
     order: tuple[str, ...] = ()
-    """All hosts as SLURM counts them: the tasks of a step follow this order, whatever order it is asked in."""
-    cpu_host: str | None = None
-    """Last of ``hosts`` in a heterogeneous job: alone in component 0, whose leader the batch process is."""
-    cpu_host_cpus: int = 1
-    job_ids: tuple[str, ...] = ()
-    """One per component; steps are counted under their component's own."""
+    """All hosts in SLURM's order: the tasks of a step follow it, regardless of the order of --nodelist."""
+    groups: tuple[HostGroup, ...] = ()
+    """One per component of a heterogeneous job; empty: an ordinary job."""
+    step_memory: bool = True
+    """Steps request all memory of the job."""
+    step_gres: bool = True
+    """Steps without GPUs request none."""
+
+    @property
+    def all_hosts(self) -> tuple[str, ...]:
+        return (*self.hosts, *self.spares)
 
     def component(self, hosts: Sequence[str]) -> tuple[int | None, int]:
-        """(component of a heterogeneous job, or None; CPUs that a task on these hosts may ask for)"""
-        if self.cpu_host is None:
-            return None, self.cpus_per_node
-        return (0, self.cpu_host_cpus) if hosts[0] == self.cpu_host else (1, self.cpus_per_node)
+        """Return (component of a heterogeneous job, else None; CPUs that a task on these hosts may request)."""
+        index = self._group_of(hosts[0])
+        return index, self.cpus_per_node if index is None else self.groups[index].cpus_per_node
+
+    def gpus_of(self, hosts: Sequence[str]) -> int:
+        """Return the number of accelerators of each of these hosts, which are in one component."""
+        index = self._group_of(hosts[0])
+        return self.gpus_per_node if index is None else self.groups[index].gpus_per_node
+
+    def _group_of(self, host: str) -> int | None:
+        return next((index for index, group in enumerate(self.groups) if host in group.hosts), None)
 
     def by_component(self, hosts: Iterable[str]) -> list[list[str]]:
-        """One step cannot cross components: hosts that one may cover, in SLURM's order."""
+        """Group hosts by component, in SLURM's order: a step cannot span components."""
         found: dict[int | None, list[str]] = {}
         for host in self.in_order(hosts):
             found.setdefault(self.component([host])[0], []).append(host)
         return list(found.values())
 
     def hosts_of(self, nodes: Iterable[int]) -> list[str]:
-        """Host of each task of a step over these nodes of the plan."""
+        """Return the host of each task of a step over these nodes of the plan."""
         return self.in_order([self.hosts[node] for node in nodes])
 
     def in_order(self, hosts: Iterable[str]) -> list[str]:
         return sorted(hosts, key=self.order.index) if self.order else list(hosts)
 
     def without(self, bad: Collection[str]) -> Allocation | None:
-        """With a spare in place of every host in ``bad``; None when there are too few spares."""
+        """Replace every host in ``bad`` by a spare of its component; None if there are too few spares."""
         spares = [host for host in self.spares if host not in bad]
-        lacking = [host for host in self.hosts if host in bad]
-        if len(lacking) > len(spares):
-            return None
-        instead = dict(zip(lacking, spares, strict=False))
-        return replace(
-            self,
-            hosts=tuple(instead.get(host, host) for host in self.hosts),
-            spares=tuple(spares[len(lacking) :]),
-        )
+        replacements: dict[str, str] = {}
+        for host in self.hosts:
+            if host not in bad:
+                continue
+            spare = next((spare for spare in spares if self._group_of(spare) == self._group_of(host)), None)
+            if spare is None:
+                return None
+            spares.remove(spare)
+            replacements[host] = spare
+        hosts = tuple(replacements.get(host, host) for host in self.hosts)
+        return replace(self, hosts=hosts, spares=tuple(spares))
 
 
 def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> Allocation:
-    """Raises SchedulerError outside a job."""
+    """Read the allocation from the job's environment. Raises SchedulerError outside of a job."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     environ = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in environ:
         raise SchedulerError(
-            "this run was compiled for SLURM and this is no SLURM job", mend="sbatch launch/job.sbatch"
+            "this run was planned for SLURM, but the process is not part of a SLURM job",
+            hint="submit it with: sbatch launch/job.sbatch",
         )
     if plan.is_heterogeneous:
         return _heterogeneous(plan, environ)
@@ -99,11 +117,13 @@ def read_allocation(plan: Plan, environ: Mapping[str, str] | None = None) -> All
         job_id=environ["SLURM_JOB_ID"],
         spares=hosts[len(plan.nodes) :],
         order=hosts,
+        step_memory=plan.step_memory,
+        step_gres=plan.step_gres,
     )
 
 
 def _heterogeneous(plan: Plan, environ: Mapping[str, str]) -> Allocation:
-    """Component 1 first, as the plan counts: its CPU node is the last one."""
+    """Assign the hosts of each component to the plan's nodes of that component."""
     from submitit.slurm.slurm import _parse_node_list
 
     def of(name: str, component: int) -> str:
@@ -111,25 +131,78 @@ def _heterogeneous(plan: Plan, environ: Mapping[str, str]) -> Allocation:
             return environ[f"{name}_HET_GROUP_{component}"]
         except KeyError:
             raise SchedulerError(
-                f"the plan wants a heterogeneous job, and {name}_HET_GROUP_{component} is not set",
-                mend="sbatch launch/job.sbatch",
+                f"the plan requires a heterogeneous job of {len(plan.components)} components, but "
+                f"{name}_HET_GROUP_{component} is not set",
+                hint="submit it with: sbatch launch/job.sbatch",
             ) from None
 
-    (cpu_host,) = _parse_node_list(of("SLURM_JOB_NODELIST", 0))
-    others = tuple(_parse_node_list(of("SLURM_JOB_NODELIST", 1)))
-    num_others = len(plan.nodes) - 1
+    groups, order, spares = [], [], []
+    host_of_node: dict[int, str] = {}
+    for index, component in enumerate(plan.components):
+        hosts = _parse_node_list(of("SLURM_JOB_NODELIST", index))
+        host_of_node |= dict(zip(component.nodes, hosts, strict=False))
+        spares += hosts[len(component.nodes) :]
+        order += hosts
+        cpus = smallest(of("SLURM_JOB_CPUS_PER_NODE", index))
+        accelerators = component.accelerators_per_node
+        groups.append(HostGroup(frozenset(hosts), cpus, accelerators, of("SLURM_JOB_ID", index)))
     return Allocation(
-        hosts=(*others[:num_others], cpu_host),
-        cpus_per_node=smallest(of("SLURM_JOB_CPUS_PER_NODE", 1)),
+        hosts=tuple(host_of_node[node.index] for node in plan.nodes),
+        cpus_per_node=min(group.cpus_per_node for group in groups),
         has_gpus=plan.accelerator == "gpu",
         gpus_per_node=plan.accelerators_per_node,
         job_id=environ["SLURM_JOB_ID"],
-        spares=others[num_others:],
-        order=(*others, cpu_host),
-        cpu_host=cpu_host,
-        cpu_host_cpus=smallest(of("SLURM_JOB_CPUS_PER_NODE", 0)),
-        job_ids=(of("SLURM_JOB_ID", 0), of("SLURM_JOB_ID", 1)),
+        spares=tuple(spares),
+        order=tuple(order),
+        groups=tuple(groups),
+        step_memory=plan.step_memory,
+        step_gres=plan.step_gres,
     )
+
+
+def near_each_other(
+    allocation: Allocation, plan: Plan, switches: Mapping[str, tuple[int, ...]]
+) -> Allocation:
+    """Assign hosts to the plan's nodes so that neighbors in the plan share a switch (`slurm.topology`).
+
+    A role then uses as few switches as possible. The first host stays the first, because this process runs there. The
+    tasks of a step follow SLURM's order, so hosts of processes on several nodes do too, among themselves. Components of
+    a heterogeneous job are left as they are.
+    """
+    if allocation.groups:
+        return allocation
+    hosts = by_switch(allocation.all_hosts, switches)
+    num_nodes = len(allocation.hosts)
+    for nodes in _spans(plan):
+        for node, host in zip(nodes, allocation.in_order([hosts[node] for node in nodes]), strict=True):
+            hosts[node] = host
+    return replace(allocation, hosts=tuple(hosts[:num_nodes]), spares=tuple(hosts[num_nodes:]))
+
+
+def _spans(plan: Plan) -> list[list[int]]:
+    """Return the sets of nodes that processes on several nodes share; sets that overlap are one."""
+    spans: list[set[int]] = []
+    for phase in plan.phases:
+        for process in phase.processes:
+            if len(process.nodes) > 1:
+                joined = set(process.nodes)
+                for span in [span for span in spans if span & joined]:
+                    spans.remove(span)
+                    joined |= span
+                spans.append(joined)
+    return [sorted(span) for span in spans]
+
+
+async def arrange_by_switch(allocation: Allocation, plan: Plan) -> Allocation:
+    """Ask SLURM for the network's topology and apply `near_each_other`; without an answer nothing changes."""
+    from submitit.slurm.slurm import _parse_node_list
+
+    if len(allocation.all_hosts) <= 2 or allocation.groups:
+        return allocation
+    reply = await run_slurm(*topology_command())
+    if reply.code != 0:
+        return allocation
+    return near_each_other(allocation, plan, parse_topology(reply.output, _parse_node_list))
 
 
 def smallest(counts: str) -> int:
@@ -137,93 +210,21 @@ def smallest(counts: str) -> int:
     return min((int(number) for number in re.findall(r"(?:^|,)(\d+)", counts)), default=1)
 
 
-async def came_together(allocation: Allocation) -> bool:
-    """Whether the components of a heterogeneous job went through the queue together; True for any other job.
+async def components_started_together(allocation: Allocation) -> bool:
+    """True if all components of a heterogeneous job were started together; also True for any other job.
 
-    SLURM puts a component whose first node is lost back into the queue alone. The other one goes on meanwhile, with the
-    processes of the attempt before and a walltime that ends earlier. Its start lies before the requeue of the lost one,
-    while components that start together do so after the last of them was submitted or requeued.
+    SLURM requeues only the component whose first node is lost. The others continue, with the processes of the
+    previous attempt and a walltime that ends earlier. Its start time is before the requeue of the lost component, while
+    components that start together do so after the last of them was submitted or requeued.
     """
-    if allocation.cpu_host is None:
+    if not allocation.groups:
         return True
-    _, said = await insist(
-        *("squeue", "--noheader", f"--jobs={allocation.job_id}", "--format=%S %V"),
+    reply = await retry_slurm(
+        *queue_command(allocation.job_id, "%S %V"),
         environment={"SLURM_TIME_FORMAT": "%s"},
     )
-    starts, submits = said.split()[::2], said.split()[1::2]
-    if not all(word.isdigit() for word in (*starts, *submits)):
-        return True  # SLURM does not say
+    fields = reply.output.split() if reply.code == 0 else []
+    starts, submits = fields[::2], fields[1::2]
+    if not all(field.isdigit() for field in fields):
+        return True  # squeue returned no timestamps: unknown
     return min(map(int, starts), default=0) >= max(map(int, submits), default=0)
-
-
-async def seconds_left(job_id: str) -> float | None:
-    """Until the walltime ends the job; infinite without a limit, None when SLURM does not say."""
-    question = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
-    code, said = await run_slurm(*question)
-    left = parse_time_left(said.split("\n")[0]) if code == 0 else None  # a line per component
-    if left is None and code != 0 and (end := os.environ.get("SLURM_JOB_END_TIME")):
-        return float(end) - time.time()
-    return left
-
-
-def parse_time_left(text: str) -> float | None:
-    """``[days-]hours:minutes:seconds`` with the larger ones left out, or UNLIMITED, as squeue's %L prints it."""
-    if text.strip() == "UNLIMITED":
-        return math.inf
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-async def run_slurm(
-    *command: str, environment: Mapping[str, str] | None = None, timeout_s: float | None = None
-) -> tuple[int, str]:
-    """Exit code (`NO_ANSWER`: none in time) and everything a SLURM command printed.
-
-    ``environment``: on top of our own, without a person's formats and filters; ``timeout_s``: default, `ANSWER_S`.
-    """
-    timeout_s = ANSWER_S if timeout_s is None else timeout_s
-    environ = query_environ(os.environ) | dict(environment or {})
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environ
-        )
-    except OSError as error:
-        return 127, str(error)
-    try:
-        async with asyncio.timeout(timeout_s):
-            output, _ = await child.communicate()
-    except TimeoutError:
-        child.kill()
-        await child.wait()
-        return NO_ANSWER, f"{command[0]} did not answer within {timeout_s} s"
-    # not strip(): it would take the separator behind an empty last field for white space
-    return child.returncode or 0, output.decode(errors="replace").strip(" \n")
-
-
-def is_answer(code: int, said: str) -> bool:
-    """Whether SLURM said something, be it a refusal. A command that dies of a signal did not hear it: a requeue ends the
-    processes of the job that asks for it, where SLURM knows them by their parents (proctrack/linuxproc)."""
-    return code == 0 or (0 < code != NO_ANSWER and not UNANSWERED.search(said))
-
-
-async def ask(*command: str) -> str | None:
-    """What SLURM answers, "" for a refusal; None when it does not answer."""
-    code, said = await run_slurm(*command)
-    if not is_answer(code, said):
-        return None
-    return said if code == 0 else ""
-
-
-async def insist(*command: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """As `run_slurm`, tried again for `PATIENCE_S` while SLURM does not answer: for what may be done twice."""
-    deadline, pause_s = time.monotonic() + PATIENCE_S, FIRST_PAUSE_S
-    while True:
-        left_s = max(1.0, deadline - time.monotonic())
-        code, said = await run_slurm(*command, environment=environment, timeout_s=min(ANSWER_S, left_s))
-        if is_answer(code, said) or time.monotonic() + pause_s > deadline:
-            return code, said
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LAST_PAUSE_S)

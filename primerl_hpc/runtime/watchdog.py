@@ -1,41 +1,42 @@
-"""Who hangs: a run that shows nothing new, and a server that takes connections and answers none.
+"""Hang detection: a run without progress, and servers that accept connections but do not respond.
 
-A frozen process does not exit, so nobody is told. `StallClock` knows how long a run may be silent from what it did so
-far; `HealthWatch` asks every engine and the router for a sign of life. Whoever is found is ended by the supervisor and
-treated like one that died by itself.
+A frozen process does not exit. `StallClock` derives from the run's history how long it may go without progress;
+`HealthWatch` sends health requests to every engine and the router. The supervisor kills a hung process and then handles
+it like one that exited.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from primerl_hpc.common.names import Kind, Role, process_name
-from primerl_hpc.common.rundir import RunDir, read_endpoint
 
 PAUSES = 10
-"""A pause that is so many times longer than the longest so far is more than a slow step."""
+"""A run is stalled after this many times its longest time between two signs of progress so far."""
 ASK_EVERY_S = 5.0
 ANSWER_S = 10.0
 SILENT_PORT = 1
-"""Where nobody listens: a host that is there refuses it at once."""
+"""A port without a listener: a host that is up refuses connections to it immediately."""
 
 
 @dataclass
 class StallClock:
-    """Pure: times and a number that progress changes in, a verdict out."""
+    """Pure: times and a progress number in, seconds without progress out."""
 
     limit_s: float
     since: float
     progress: int = 0
     longest_s: float = 0.0
 
-    def look(self, now: float, progress: int, *, is_due: bool) -> float | None:
-        """Seconds without progress when they are too many. ``is_due``: nothing is still starting."""
-        if progress != self.progress or not is_due:  # less: a recovery dropped what was lost
+    def seconds_stalled(self, now: float, progress: int, *, is_due: bool) -> float | None:
+        """Return the seconds without progress if they exceed the limit. ``is_due``: all processes have started."""
+        if progress != self.progress or not is_due:  # a decrease: a recovery dropped steps
             if self.progress and is_due:
                 self.longest_s = max(self.longest_s, now - self.since)
             self.since, self.progress = now, progress
@@ -48,7 +49,7 @@ class StallClock:
 
 
 def suspect(kind: Kind, last_batch: int, last_step: int) -> str:
-    """Who holds a silent run up: the trainer when it has a batch that it did not finish, else who makes batches."""
+    """Return the process that stalls the run: the trainer if it has an unfinished batch, else the orchestrator."""
     if kind == Kind.SFT:
         return process_name(Role.SFT, 0)
     return process_name(Role.TRAINER if last_batch > last_step else Role.ORCHESTRATOR, 0)
@@ -58,20 +59,23 @@ def suspect(kind: Kind, last_batch: int, last_step: int) -> str:
 class _Silence:
     url: str
     since: float
-    """When the first question without an answer was asked."""
+    """When the first unanswered request was sent."""
     until: float
-    """When the last one was given up."""
+    """When the last unanswered request timed out."""
 
 
 class HealthWatch:
-    """Asks published HTTP servers of a phase again and again; `is_hung` says whether one was silent for too long.
+    """Requests /health of the HTTP servers of a phase; `is_hung` reports servers that stopped responding.
 
-    That is two questions without an answer at least, the first of them more than ``limit_s`` before the last one's end: a server
-    that was late once is none that hangs.
+    A server is hung after at least two unanswered requests in a row, the first of them sent more than ``limit_s``
+    before the last one timed out: one late response is not a hang.
     """
 
-    def __init__(self, run: RunDir, processes: list[str], limit_s: float) -> None:
-        self.run, self.processes, self.limit_s = run, processes, limit_s
+    def __init__(
+        self, urls: Callable[[], Mapping[str, str]], limit_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """``urls``: returns the servers that are ready, by process, without reading files."""
+        self.urls, self.limit_s, self.tls = urls, limit_s, tls
         self._silent: dict[str, _Silence] = {}
 
     def is_hung(self, process: str) -> bool:
@@ -83,35 +87,35 @@ class HealthWatch:
 
     async def watch(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # of the run directory: it says nothing of the servers
-                await asyncio.gather(*(self._ask(process) for process in self.processes))
+            await asyncio.gather(*(self._ask(process, url) for process, url in self.urls().items()))
             await asyncio.sleep(min(ASK_EVERY_S, self.limit_s / 4))
 
-    async def _ask(self, process: str) -> None:
-        endpoint = read_endpoint(self.run, process) or {}
-        url, asked_at = str(endpoint.get("url", "")), time.monotonic()
-        if not url.startswith("http://") or await is_answering(url, min(ANSWER_S, self.limit_s / 2)):
+    async def _ask(self, process: str, url: str) -> None:
+        asked_at = time.monotonic()
+        limit_s = min(ANSWER_S, self.limit_s / 2)
+        if not url.startswith(("http://", "https://")) or await is_answering(url, limit_s, self.tls):
             self.forget(process)
         else:
             self.note_silence(process, url, asked_at, time.monotonic())
 
     def note_silence(self, process: str, url: str, asked_at: float, now: float) -> None:
-        """A question of ``asked_at`` was given up ``now``."""
+        """Record that a request sent at ``asked_at`` timed out at ``now``."""
         silence = self._silent.get(process)
         since = asked_at if silence is None or silence.url != url else silence.since
         self._silent[process] = _Silence(url, since, now)
 
 
-async def is_answering(url: str, timeout_s: float) -> bool:
-    """False when a server said nothing in time, or its queue of connections is so full that it took none.
+async def is_answering(url: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> bool:
+    """False if the server did not respond in time, or its connection queue is full.
 
-    A refused connection is an answer here: its process has ended, and the supervisor knows. So is the silence of a whole
-    host: its node is lost, and the scheduler says so.
+    A refused connection counts as an answer: its process has ended, which the supervisor notices. So does a host that
+    does not respond at all: its node is lost, which the scheduler reports.
     """
     parts, writer = urlsplit(url), None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            context = tls if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=context)
             writer.write(
                 f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
             )
@@ -135,7 +139,7 @@ async def _is_up(host: str, timeout_s: float) -> bool:
             _, writer = await asyncio.open_connection(host, SILENT_PORT)
     except ConnectionRefusedError:
         return True
-    except OSError:  # a timeout is one
+    except OSError:  # includes TimeoutError
         return False
     writer.close()
     return True

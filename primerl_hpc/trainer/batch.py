@@ -1,7 +1,7 @@
-"""From packed rows (NumPy) to what one forward takes (torch): rows stacked, trained tokens picked out.
+"""Converts packed rows (NumPy) to the input of one forward (torch): stacked rows, selected trained tokens.
 
-Streams come aligned with the token they belong to; the model predicts token t at position t−1. ``predictors`` [T]
-holds the flat positions whose hidden states predict the T trained tokens, so that the head works on those alone.
+Per-token streams are aligned with the token they belong to; the model predicts token t at position t−1. ``predictors``
+[T] holds the flat positions whose hidden states predict the T trained tokens, so that the head processes only those.
 """
 
 from __future__ import annotations
@@ -13,29 +13,57 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.transport.rollouts.types import MicroBatch
 
-FORWARD_TOKENS = 4096  # short rows are stacked until a forward holds about so many tokens
+COMPONENTS = ("rl", "ce", "ref_kl")
+"""Components of the loss; each token has a weight in each."""
+
+FORWARD_TOKENS = {"cpu": 4096, "cuda": 16_384}
+"""Short rows are stacked up to about this number of tokens per forward, by type of device."""
+COPY_ALIGNMENT = 16  # bytes
 
 
 @dataclass
 class ImageBatch:
     """The images of B rows, in the order of their tokens."""
 
-    pixels: Tensor  # [patches, numbers of a patch]
-    grids: Tensor  # [I, 3] patches of each image in time, height, width; on the CPU
-    token_types: Tensor  # [B, N] 1: of an image, 0: text; on the CPU
+    pixels: Tensor  # [patches, values per patch]
+    grids: Tensor  # [I, 3] patches of each image in time, height and width; on the CPU
+    token_types: Tensor  # [B, N] 1: image token, 0: text token; on the CPU
 
 
 @dataclass
-class TokenBatch:
-    """B rows padded to N tokens; T trained tokens."""
+class HostBatch:
+    """Arrays that decide shapes, on the CPU: reading them from the device would wait for all work there."""
+
+    position_ids: NDArray[np.int64]  # [B, N]
+    predictors: NDArray[np.int64]  # [T]
+
+
+@dataclass(kw_only=True)
+class ForwardInputs:
+    """Input of one forward: B rows padded to N tokens; T trained tokens."""
 
     input_ids: Tensor  # [B, N]
-    position_ids: Tensor  # [B, N], restarting at 0 with each sample: attention stays inside
+    position_ids: Tensor  # [B, N], restarting at 0 with each sample: attention stays inside a sample
     predictors: Tensor  # [T] index into B·N
     targets: Tensor  # [T]
-    temperatures: Tensor | None  # [T]; None: all 1
+    temperatures: Tensor | None = None  # [T]; None: all 1
+    routed_experts: Tensor | None = None  # [B, N, layers, k]; a token's values are all zero if unknown
+    images: ImageBatch | None = None
+    host: HostBatch | None = None
+    """Positions and predictors on the CPU; None: they are copied from the device."""
+
+    def on_host(self) -> HostBatch:
+        if self.host is None:
+            self.host = HostBatch(self.position_ids.cpu().numpy(), self.predictors.cpu().numpy())
+        return self.host
+
+
+@dataclass(kw_only=True)
+class TokenBatch(ForwardInputs):
+    """Input of one forward and its loss."""
+
     loss_mask: Tensor  # [T] bool
     advantages: Tensor
     inference_logprobs: Tensor
@@ -46,25 +74,25 @@ class TokenBatch:
     env_ids: Tensor  # [T] int64
     sequence_ids: Tensor  # [T] int64
     num_sequences: int
-    routed_experts: Tensor | None = None  # [B, N, layers, k], zeros alone: not known
-    images: ImageBatch | None = None
+    members: dict[str, Tensor]  # of each loss component: indices of its tokens in T, int64
 
 
-def stack_rows(rows: list[MicroBatch], seq_len: int) -> list[list[MicroBatch]]:
-    """Rows per forward: as many as `FORWARD_TOKENS` allow at ``seq_len`` tokens each, at least one."""
-    size = max(1, FORWARD_TOKENS // seq_len)
+def stack_rows(rows: list[MicroBatch], seq_len: int, device: torch.device) -> list[list[MicroBatch]]:
+    """Group rows into forwards: as many as `FORWARD_TOKENS` allows at ``seq_len`` tokens each, at least one."""
+    size = max(1, FORWARD_TOKENS[device.type] // seq_len)
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def predicted_tokens(row: MicroBatch) -> NDArray[np.int64]:
-    """Which tokens of the row the model is asked for: those in a loss, but for the first of a sample, which nothing predicts."""
+    """Return the indices of the row's tokens with a loss, except the first of a sample, which nothing predicts."""
     return np.flatnonzero((row.loss_mask | (row.weights("ce") != 0)) & (row.position_ids != 0))
 
 
 def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
+    """Stack rows and select their trained tokens."""
     length = max(row.num_tokens for row in rows)
     input_ids = np.zeros((len(rows), length), np.int64)
-    # a pad is a sample of its own: position 0, so it attends to nothing and nobody attends to it
+    # each padding token is a separate sample at position 0, so it exchanges no attention with other tokens
     position_ids = np.zeros((len(rows), length), np.int64)
     predictors, trained, num_sequences = [], [], 0
     for index, row in enumerate(rows):
@@ -74,47 +102,87 @@ def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:
         predictors.append(index * length + tokens - 1)
         trained.append(_streams(row, tokens) | {"sequence_ids": row.sample_ids[tokens] + num_sequences})
         num_sequences += len(row.sample_lengths)
-    picked = {name: np.concatenate([each[name] for each in trained]) for name in trained[0]}
+    picked = {name: np.concatenate([streams[name] for streams in trained]) for name in trained[0]}
     if (picked["temperatures"] == 1).all():
         del picked["temperatures"]
-    streams = {name: torch.from_numpy(values).to(device) for name, values in picked.items()}
+    picked["predictors"] = np.concatenate(predictors)
+    members = {name: np.flatnonzero(picked[f"{name}_weights"]) for name in COMPONENTS}
+    routed, images = _routed_experts(rows, length), _images(rows, length)
+    moved = to_device(
+        {
+            **picked,
+            **{f"members.{name}": indices for name, indices in members.items()},
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            **({} if routed is None else {"routed_experts": routed}),
+            **({} if images is None else {"pixels": images.pixels.numpy()}),
+        },
+        device,
+    )
+    if images is not None:
+        images.pixels = moved.pop("pixels")
     return TokenBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        position_ids=torch.from_numpy(position_ids).to(device),
-        predictors=torch.from_numpy(np.concatenate(predictors)).to(device),
         num_sequences=num_sequences,
-        routed_experts=_routed_experts(rows, length, device),
-        images=_images(rows, length, device),
-        **{"temperatures": None, **streams},
+        members={name: moved.pop(f"members.{name}") for name in COMPONENTS},
+        host=HostBatch(position_ids, picked["predictors"]),
+        images=images,
+        **moved,
     )
 
 
-def _routed_experts(rows: list[MicroBatch], length: int, device: torch.device) -> Tensor | None:
-    there = [row.routed_experts for row in rows if row.routed_experts is not None]
-    if not there:
+def to_device(arrays: dict[str, NDArray], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays as tensors on ``device``, copied together.
+
+    For a GPU: one copy from pinned memory that the host does not wait for.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    starts, size = {}, 0
+    for name, array in arrays.items():
+        starts[name] = size
+        size += -(-array.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        pinned[starts[name] : starts[name] + array.nbytes].numpy()[:] = data
+    moved = pinned.to(device, non_blocking=True)
+    return {
+        name: moved[starts[name] : starts[name] + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+def _routed_experts(rows: list[MicroBatch], length: int) -> NDArray | None:
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
         return None
-    routed = np.zeros((len(rows), length, *there[0].shape[1:]), np.result_type(*there))
+    kind = np.result_type(*known)
+    # CUDA has few operations on unsigned integers of 16 bits; the ids are below 2^15
+    routed = np.zeros((len(rows), length, *known[0].shape[1:]), np.int16 if kind == np.uint16 else kind)
     for index, row in enumerate(rows):
         if row.routed_experts is not None:
             routed[index, : row.num_tokens] = row.routed_experts
-    return torch.from_numpy(routed).to(device)
+    return routed
 
 
-def _images(rows: list[MicroBatch], length: int, device: torch.device) -> ImageBatch | None:
-    placed = [each for row in rows for each in row.images]
-    if not placed:
+def _images(rows: list[MicroBatch], length: int) -> ImageBatch | None:
+    """Return the images of the rows, with their pixels still on the CPU."""
+    images = [image for row in rows for image in row.images]
+    if not images:
         return None
     types = torch.zeros(len(rows), length, dtype=torch.int32)
     for index, row in enumerate(rows):
-        for each in row.images:
-            types[index, each.start : each.start + each.length] = 1
-    pixels = np.concatenate([each.picture.pixels for each in placed])
-    grids = torch.tensor([each.picture.grid for each in placed])
-    return ImageBatch(torch.from_numpy(pixels).to(device), grids, types)
+        for image in row.images:
+            types[index, image.start : image.start + image.length] = 1
+    pixels = np.concatenate([image.picture.pixels for image in images])
+    grids = torch.tensor([image.picture.grid for image in images])
+    return ImageBatch(torch.from_numpy(pixels), grids, types)
 
 
 def _streams(row: MicroBatch, tokens: NDArray[np.int64]) -> dict[str, NDArray]:
-    """What `TokenBatch` says of each of ``tokens`` [T]."""
+    """Return the streams of `TokenBatch` for ``tokens`` [T]."""
     samples, mask = row.sample_ids[tokens], row.loss_mask[tokens]
     none = np.zeros(len(tokens), np.float32)
     return {

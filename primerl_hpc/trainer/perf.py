@@ -1,144 +1,233 @@
-"""Throughput, model FLOP/s utilisation and peak memory."""
+"""Throughput, model FLOP/s utilization (MFU), peak memory, traces of steps on request, and memory snapshots."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import resource
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.profiler
 from transformers import PreTrainedConfig
 
+from primerl_hpc.common.files import create_exclusive, is_there, read_json_or_none
+from primerl_hpc.common.safety.decoding import is_count
+from primerl_hpc.plan.predict.flops import FROZEN, TRAINED, AttentionFlops, Flops
+from primerl_hpc.plan.predict.hardware import spec_of_device
+from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.batch import predicted_tokens
-from primerl_hpc.trainer.model import Policy
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.trainer.model.families import head_dims, head_weight, num_routed_experts
+from primerl_hpc.trainer.model.policy import Policy
+from primerl_hpc.transport.rollouts.types import MicroBatch
 
-PEAK_FLOPS = {
-    "B200": 2250e12,  # NVIDIA Blackwell datasheet, HGX B200
-    "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity of 72 GPUs
-    "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM
-    "H100 PCIe": 756e12,  # the same, PCIe
-    "H100 NVL": 835e12,  # the same, NVL
-    "H200": 989.4e12,  # NVIDIA H200 datasheet, SXM
-    "H200 NVL": 835.5e12,  # the same, NVL
-    "GH200": 989.4e12,  # NVIDIA GH200 datasheet
-    "A100": 312e12,  # NVIDIA A100 datasheet
-    "A40": 149.7e12,  # NVIDIA A40 datasheet
-    "A10": 125e12,  # NVIDIA A10 datasheet
-    "RTX A6000": 154.8e12,  # NVIDIA RTX A6000 datasheet
-    "L40S": 362e12,  # NVIDIA L40S datasheet
-    "L4": 121e12,  # NVIDIA L4 datasheet
-    "MI250X": 191.5e12,  # AMD MI250X datasheet: one of its two dies, which is what torch calls a device
-    "MI300X": 1307.4e12,  # AMD MI300X datasheet
-}
-"""Dense bf16 peak per device, without sparsity: half of what NVIDIA's datasheets print in large. Keys are parts of the
-names that torch gives; the longest that fits counts."""
+log = logging.getLogger("primerl_hpc.trainer")
+MAX_SNAPSHOTS = 4
+"""Ranks of an attempt that write a memory snapshot. Usually all ranks run out of memory in the same way."""
 
 
 def peak_flops(device: torch.device) -> float | None:
+    """Return the dense bf16 peak of a GPU in FLOP/s; None for the CPU or an unknown device."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device))
 
 
 def peak_flops_of(name: str) -> float | None:
-    """``NVIDIA H100 80GB HBM3`` → 989.4e12; None for a device that is not in `PEAK_FLOPS`."""
-    found = [key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)]
-    return PEAK_FLOPS[max(found, key=len)] if found else None
+    """Return the peak by device name, e.g. 989.4e12 for ``NVIDIA H100 80GB HBM3``; None if it is unknown.
+
+    Source: the planner's data files of GPU types.
+    """
+    spec = spec_of_device(name)
+    return None if spec is None else spec.peak_flops.get("bfloat16")
 
 
 class FlopCounter:
-    """FLOP of forward and backward: 6 per active matmul weight and token, 4 where it is frozen, and attention within
-    each sample. The head works for those tokens alone that are predicted.
-
-    Attention of one layer: QKᵀ and PV are 2·heads·(d_qk + d_v) forward for each query and key it sees, thrice with backward.
-    Causal these are len²/2, and within a window of w tokens w·len − w²/2: 6·heads·head_dim·len² where d_qk = d_v and no window.
-    Embedding look-ups cost none; of the experts only those chosen per token count. A vision tower is not counted.
+    """Count FLOP of forward and backward of a loaded policy with `plan.predict.flops`: its matrices, which of them are
+    trained, and attention within each sample. The head processes only the predicted tokens.
     """
 
     def __init__(self, policy: Policy) -> None:
         config = policy.hf.config.get_text_config()
-        self.attention = 6 * config.num_attention_heads * sum(head_dims(config))  # of a layer, query and key
-        self.windows = windows_of(config)
-        self.blocks, self.head = matmul_flops(policy)
+        per_pair = TRAINED * config.num_attention_heads * sum(head_dims(config))
+        blocks, head = matmul_flops(policy)
+        self.flops = Flops(blocks, head, (AttentionFlops(per_pair, windows_of(config)),))
         self.naive_attention = 12 * config.num_hidden_layers * config.hidden_size
 
     def __call__(self, rows: list[MicroBatch]) -> float:
         tokens = sum(row.num_tokens for row in rows)
         predicted = sum(len(predicted_tokens(row)) for row in rows)
-        # a rank may have no row
-        lengths = np.array([length for row in rows for length in row.sample_lengths], float)
-        pairs = sum(count * seen_keys(lengths, window) for window, count in self.windows.items())
-        return self.blocks * tokens + self.head * predicted + self.attention * pairs
+        lengths = [int(length) for row in rows for length in row.sample_lengths]
+        return self.flops.count(lengths, predicted, tokens)
 
     def prime_rl(self, num_tokens: int, seq_len: int) -> float:
-        """The same as prime-rl counts it, to compare figures: each token is predicted and attends to ``seq_len`` others, those
-        after it too, with hidden_size / heads for head_dim (of Qwen3-0.6B half of the true one): 12·layers·hidden_size·seq_len.
+        """Return FLOP as prime-rl counts them, to compare measurements: 12·layers·hidden_size·seq_len for attention.
+
+        There, each token is predicted and attends to ``seq_len`` tokens, later ones too, and hidden_size / heads stands
+        for head_dim (half of the true value for Qwen3-0.6B).
         """
-        return (self.blocks + self.head + self.naive_attention * seq_len) * num_tokens
-
-
-def head_dims(config: PreTrainedConfig) -> tuple[int, int]:
-    """Of queries and keys, of values. Of latent attention (DeepSeek) ``head_dim`` is the rotary part alone."""
-    if nope := getattr(config, "qk_nope_head_dim", None):
-        return nope + config.qk_rope_head_dim, config.v_head_dim
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim, head_dim
+        return (self.flops.blocks + self.flops.head + self.naive_attention * seq_len) * num_tokens
 
 
 def windows_of(config: PreTrainedConfig) -> Counter[int | None]:
-    """How many layers have each window, None: full attention. Without ``layer_types`` all have the model's, if it has one."""
+    """Return the number of layers with each window (None: full attention).
+
+    Without ``layer_types`` all layers have the model's window, if it has one.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return Counter(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def seen_keys(lengths: NDArray[np.float64], window: int | None) -> float:
-    """Pairs of a query and a key it sees, of samples of these lengths."""
-    widths = lengths if window is None else np.minimum(lengths, window)
-    return float((widths * lengths - widths**2 / 2).sum())
-
-
 def matmul_flops(policy: Policy) -> tuple[float, float]:
-    """Of the blocks per token and of the head per predicted one: 2 forward, 2 for the input's gradient, 2 for the weight's own."""
+    """Return FLOP of the blocks per token and of the head per predicted token."""
     config = policy.hf.config.get_text_config()
-    experts = next(
-        (
-            value
-            for key in ("num_experts", "num_local_experts", "n_routed_experts")
-            if (value := getattr(config, key, 0))
-        ),
-        0,
-    )
+    experts = num_routed_experts(config)
     share = config.num_experts_per_tok / experts if experts else 1.0
-    head = policy.hf.get_output_embeddings().weight
+    head = head_weight(policy.hf)
     total = 0.0
     for name, parameter in policy.hf.named_parameters():
         if parameter.ndim < 2 or "embed_tokens" in name or ".visual." in name or parameter is head:
             continue
         active = share if ".experts." in name else 1.0
-        total += parameter.numel() * active * (6 if parameter.requires_grad else 4)
-    return total, float(head.numel()) * (6 if head.requires_grad else 4)
+        total += parameter.numel() * active * (TRAINED if parameter.requires_grad else FROZEN)
+    return total, float(head.numel()) * (TRAINED if head.requires_grad else FROZEN)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that the clock tells how long it took."""
+    """Wait until the device has finished its work, so that the clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory ever reserved on the GPU; the process's peak resident memory on CPU."""
+    """Return the peak of reserved memory on the GPU; the process's peak resident memory on the CPU."""
     peak = peak_memory(device)
     return peak.get("reserved", peak["resident"])
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """GiB: ``resident`` of this process on the host; on a GPU also ``allocated`` and ``reserved`` of torch's allocator."""
+    """Return GiB: ``resident`` memory of this process; on a GPU also ``allocated`` and ``reserved`` by torch."""
     peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if device.type == "cuda":
         peak["allocated"] = torch.cuda.max_memory_allocated(device) / 2**30
         peak["reserved"] = torch.cuda.max_memory_reserved(device) / 2**30
     return peak
+
+
+def _is_request(request: Any) -> bool:
+    """True for a request as `observe.inside.profiles` writes it. Its id becomes the name of a folder."""
+    return (
+        isinstance(request, dict)
+        and isinstance(request.get("id"), str)
+        and re.fullmatch(r"[\w-]{1,64}", request["id"]) is not None
+        and is_count(request.get("steps"))
+        and isinstance(request.get("ranks"), list)
+        and all(map(is_count, request["ranks"]))
+    )
+
+
+class StepProfiler:
+    """Traces the steps of this rank that ``control/profile.json`` requests, with torch's profiler.
+
+    Rank 0 looks for a request (`control.read_requests`), and all ranks receive it after the same step. A trace that
+    cannot be written is reported, and training continues.
+    """
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self.run, self.rank = run, rank
+        self._seen = ""  # id of the last request
+        self._is_requested = False
+        self._left = 0
+        self._profile: torch.profiler.profile | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Trace the step in this context if it is requested; write the trace after the last requested one."""
+        if self._is_requested:
+            self._begin()
+        yield
+        if self._profile is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._end(self._profile)
+
+    def find_request(self) -> dict[str, Any] | None:
+        """Return the request in the run directory if it is new. ``ranks`` is empty if an earlier attempt served it."""
+        request = read_json_or_none(self.run.profile_request)
+        if request is None or not _is_request(request) or request["id"] == self._seen:
+            return None
+        name, ranks = request["id"], request["ranks"]
+        is_old = any(is_there(self.run.profile_trace(name, rank)) for rank in ranks)
+        return {"id": name, "steps": request["steps"], "ranks": [] if is_old else ranks}
+
+    def accept(self, request: dict[str, Any] | None) -> None:
+        """Trace the steps from now on that a result of `find_request` requests from this rank."""
+        if request is None:
+            return
+        self._seen = request["id"]
+        if self._profile is None and self.rank in request["ranks"]:
+            self._is_requested, self._left = True, int(request["steps"])
+
+    def _begin(self) -> None:
+        self._is_requested = False
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = torch.profiler.profile(activities=kinds, profile_memory=True)
+        self._profile.start()
+
+    def _end(self, profile: torch.profiler.profile) -> None:
+        self._profile = None
+        path = self.run.profile_trace(self._seen, self.rank)
+        temporary = path.with_name(f"tmp-{path.name}")  # torch compresses files that end in .gz
+        profile.stop()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(temporary))
+            temporary.rename(path)
+        except (OSError, RuntimeError) as error:
+            log.warning("The trace of rank %d could not be written to %s: %s", self.rank, path, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def memory_snapshots(path: Path, history: int, *, recorder: Any = torch.cuda.memory) -> Iterator[None]:
+    """Write ``path`` if the code in this context raises torch.OutOfMemoryError, which is raised again.
+
+    The file contains all blocks of torch's allocator, the last ``history`` events and the Python stacks of both; open
+    it at https://pytorch.org/memory_viz. Recording costs about 2 µs for each allocation or free (torch's documentation,
+    "Understanding CUDA Memory Usage"); with ``history`` 0 nothing is recorded, and the file has blocks without stacks.
+    """
+    if history > 0:
+        recorder._record_memory_history(enabled="all", stacks="python", max_entries=history)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        _write_snapshot(path, recorder)
+        raise
+    finally:
+        if history > 0:
+            recorder._record_memory_history(enabled=None)
+
+
+def _write_snapshot(path: Path, recorder: Any) -> None:
+    """Write the snapshot, unless `MAX_SNAPSHOTS` ranks of the attempt have written theirs."""
+    temporary = path.with_name(f"tmp-{path.name}")
+    try:
+        slots = (path.with_name(f".slot-{number}") for number in range(MAX_SNAPSHOTS))
+        if not any(create_exclusive(slot, path.name) for slot in slots):
+            return
+        recorder._dump_snapshot(str(temporary))
+        temporary.rename(path)
+    except (OSError, RuntimeError) as error:
+        log.warning("The memory snapshot could not be written to %s: %s", path, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    else:
+        log.error("Out of GPU memory; snapshot: %s (open it at https://pytorch.org/memory_viz)", path)

@@ -1,4 +1,4 @@
-"""Processes and device: the same code on CPUs with gloo and on GPUs with NCCL."""
+"""Process group and device: the same code on CPUs with gloo and on GPUs with NCCL."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from primerl_hpc.recipe.schema import Recipe
+from primerl_hpc.common import env
+from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.parallel.mesh import World, make_world
 from primerl_hpc.trainer.watchdog import record_collectives
+from primerl_hpc.transport.store import SecureStore
+
+CONTEXT_BYTES = 1 << 30
+"""Memory of a GPU that this process uses outside torch's allocator: CUDA's context, cuBLAS, NCCL."""
 
 
 def start_world(recipe: Recipe) -> World:
-    """Join the process group that torchrun's environment describes.
+    """Join the process group: at the store of this rank's agent (`trainer.torchrun`), else by torch's own variables.
 
-    Raises ConfigError when the layout does not fit the number of ranks.
+    Raises ConfigError if the layout does not fit the number of ranks.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -27,12 +34,21 @@ def start_world(recipe: Recipe) -> World:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        limit_memory(recipe, device)
     record_collectives()
     timeout = timedelta(seconds=recipe.timeouts.distributed_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    address, run_dir = env.store(), env.run_dir()
+    if address is None or run_dir is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        keys = run_keys(RunDir(run_dir))
+        store = SecureStore(keys, *address, timeout_s=recipe.timeouts.distributed_s)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        ranks = dist.PrefixStore("ranks", store)
+        dist.init_process_group(backend, store=ranks, rank=rank, world_size=size, timeout=timeout)
     if recipe.trainer.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        use_deterministic_algorithms()
     return make_world(
         recipe.layout.trainer,
         device,
@@ -42,22 +58,39 @@ def start_world(recipe: Recipe) -> World:
     )
 
 
+def use_deterministic_algorithms() -> None:
+    """Let torch choose deterministic kernels only. Uninitialized memory stays as it is: no result depends on it."""
+    torch.use_deterministic_algorithms(True)
+    options: Any = torch.utils.deterministic  # the option is a property of the module's type
+    options.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+
+def limit_memory(recipe: Recipe, device: torch.device) -> None:
+    """Limit torch's allocator to the trainer's share of a GPU (``layout.colocated`` in mode ``share``)."""
+    colocated = recipe.layout.colocated
+    if colocated is None or colocated.mode != "share":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(1 - colocated.engine_share - CONTEXT_BYTES / total, device)
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Random state as a pure function of seed, step and rank: a checkpoint needs none, a resume repeats it."""
+    """Seed all generators by a pure function of seed, step and rank, so that a checkpoint needs no random state."""
     value = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
 
 
-def from_leader(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's ``value`` (any small object) on all ranks; ``group``: of all ranks too."""
+def broadcast_from_rank0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's ``value`` (any small object) on all ranks. ``group``: another group of all ranks. Collective."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 
 def end_world() -> None:
-    """Leave together: an interpreter that ends with a live gloo group aborts (exit -6) after good results."""
+    """Destroy the process group on all ranks: a process that exits with a live gloo group aborts with signal 6."""
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,8 @@
-"""What crosses between roles: packed rollouts (orchestrator → trainer) and weights (trainer → engines).
+"""Data that crosses between roles: packed rollouts (orchestrator → trainer) and weights (trainer → engines).
 
-Reading order: rollouts (the data and its protocol) → rollouts_filesystem → weights → weights_filesystem →
-delta_codec → weights_delta → weights_broadcast → broadcast_group.
-Only NumPy and safetensors: no torch here, because the orchestrator has none; broadcast_group, for trainer and engines alone, needs it.
+Reading order: tensor_file → store → turns. Subfolders: rollouts, weights, base_models. To add a transport: see the
+docstrings of `rollouts.types` and `weights.types`.
+
+The orchestrator runs without torch, so modules here use only NumPy and safetensors. The exceptions are `store` and
+`weights.broadcast_group`, which only the trainer and the engines import.
 """

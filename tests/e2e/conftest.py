@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from primerl_hpc.common.rundir import RunDir
-from tests.e2e.forked_ranks import ForkedRanks
-from tests.e2e.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
-from tests.e2e.serving import Serving
-from tests.support import make_tiny_model
+from primerl_hpc.run.rundir import RunDir
+from tests.support.forked_ranks import ForkedRanks
+from tests.support.helpers import make_tiny_model
+from tests.support.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
 
 if TYPE_CHECKING:
     from primerl_hpc.trainer.parallel.mesh import World
-
-
-@pytest.fixture(scope="session")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """One engine, the router and one environment server. A test leaves them at policy version 0 of the base model."""
-    system = Serving(tmp_path_factory.mktemp("serving"))
-    try:
-        system.start("inference-0", "router-0", "env_server-0")
-        system.wait_for_router()
-        yield system
-    finally:
-        system.stop()
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +39,7 @@ def warm_model(work: Path) -> Path:
 
 @pytest.fixture
 def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunDir]]:
-    """Submit an RL run from the warm model; whatever the test does, nothing of it stays alive."""
+    """Submit an RL run from the warm model. After the test, all its processes are ended."""
     monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
     started: list[RunDir] = []
 
@@ -80,11 +67,11 @@ def forked_ranks() -> Iterator[ForkedRanks]:
 
 @pytest.fixture
 def one_rank() -> Iterator[World]:
-    """The trainer in this very process."""
+    """A trainer in this process."""
     import torch
     import torch.distributed as dist
 
-    from primerl_hpc.recipe.layout_schema import TrainerLayout
+    from primerl_hpc.recipe.schema.layout import TrainerLayout
     from primerl_hpc.trainer.parallel.mesh import make_world
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,30 +1,66 @@
-"""Training of adapters as a user runs it: SFT that resumes, RL whose engines take each version by name."""
+"""Training of adapters as a user runs it: SFT with a resume, and RL whose engines load each version by name."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from primerl_hpc.common.files import read_json
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.rundir import STABLE, RunDir
-from primerl_hpc.common.scores import read_scores
-from tests.e2e.forked_ranks import ForkedRanks
-from tests.e2e.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.scores import read_scores
+from primerl_hpc.run.step_dirs import STABLE
 from tests.e2e.test_trainer import make_run, sft_recipe
-from tests.support import make_tiny_model
+from tests.support.forked_ranks import ForkedRanks
+from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 10
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_vllm_finds_a_module_for_every_tensor_of_an_adapter(tmp_path: Path) -> None:
+    """Mixture-of-experts models with dense layers and shared experts, with vLLM's own models and reader: vLLM cannot
+    serve their adapters on CPUs."""
+    from primerl_hpc.recipe.schema.training import LoRA
+    from tests.support.tiny_adapters import export_random_adapter, make_base
+
+    words: list[str] = []
+    families = ("deepseek_v3", "glm4_moe", "qwen2_moe")
+    loras = [LoRA(rank=8, alpha=12.0, rank_stabilized=family == "qwen2_moe") for family in families]
+    for family, lora in zip(families, loras, strict=True):
+        base = tmp_path / family
+        run = RunDir(tmp_path / f"{family}-run")
+        words += [str(base), str(export_random_adapter(make_base(family, base), base, run, lora))]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_adapter", *words],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [each["names"] for each in found] == [38, 38, 62]
+    assert not any(each["unknown"] or each["incomplete"] for each in found), found
+    assert [each["scales"] for each in found] == [[pytest.approx(lora.scale)] for lora in loras]
+    assert loras[0].scale == 1.5 and loras[2].scale == pytest.approx(12 / 8**0.5)
+
+
 @pytest.mark.slow
-def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
+def test_reward_rises_when_only_adapters_are_trained_and_the_engine_is_killed(
     start: Callable[..., RunDir], work: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -64,7 +100,7 @@ def test_reward_rises_with_adapters_alone_though_the_engine_is_killed(
     assert set(scores) == {0, STEPS} and scores[STEPS] > scores[0] + 0.2, scores
 
 
-def test_sft_trains_saves_and_resumes_adapters_alone(tmp_path: Path, forked_ranks: ForkedRanks) -> None:
+def test_sft_trains_saves_and_resumes_only_adapters(tmp_path: Path, forked_ranks: ForkedRanks) -> None:
     from safetensors.numpy import load_file
 
     tiny = make_tiny_model(tmp_path / "tiny", rows=300, hidden=64)

@@ -1,4 +1,4 @@
-"""SFT, then an export and an evaluation behind it, for real: what is exported loads, what is evaluated is what was trained."""
+"""SFT followed by an export and an evaluation: the exported model loads, and the evaluated model is the trained one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.files import read_jsonl
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.scores import read_scores
-from primerl_hpc.observe.snapshot import take_snapshot
-from tests.e2e.runs import command
-from tests.support import make_tiny_model, wait_for
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.scores import read_scores
+from tests.support.helpers import make_tiny_model, wait_for
+from tests.support.runs import command
 
 pytestmark = pytest.mark.e2e
 

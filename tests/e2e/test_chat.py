@@ -1,4 +1,4 @@
-"""`chat` against a real router and engine: one-shot, from stdin, in turns; which policy version answered; refusals."""
+"""`chat` with a real router and engine: one question, stdin, several turns, the policy version of replies, refusals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-from primerl_hpc.cli.chat import _talk
+from primerl_hpc.cli.chat import _converse
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import RoleError
-from primerl_hpc.common.rundir import VERSION_HEADER
 from primerl_hpc.observe.chat import find_server
-from tests.e2e.serving import Serving
+from primerl_hpc.run.rundir import VERSION_HEADER
+from tests.support.serving import Serving
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ def test_one_question_gets_one_answer_from_the_command_line_or_stdin(serving: Se
     assert "policy v0, " in told.stderr and " tokens" in told.stderr
 
 
-def test_a_conversation_carries_what_was_said(
+def test_a_conversation_includes_its_earlier_turns(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = iter(["abc", "", "def"])
@@ -45,13 +45,13 @@ def test_a_conversation_carries_what_was_said(
 
     monkeypatch.setattr("builtins.input", ask)
     messages = [{"role": "system", "content": "reverse"}]
-    _talk(find_server(serving.run), messages, {"max_tokens": 4, "temperature": 0.0})
+    _converse(find_server(serving.run), messages, {"max_tokens": 4, "temperature": 0.0})
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "user", "assistant"]
     replies = [each["content"] for each in messages if each["role"] == "assistant"]
     assert capsys.readouterr().out == "".join(f"{reply}\n" for reply in replies)
 
 
-def test_every_answer_names_its_policy_version(serving: Serving) -> None:
+def test_every_reply_names_its_policy_version(serving: Serving) -> None:
     def load(path: Path, version: int) -> None:
         assert serving.post("inference-0", "/pause", {}).status_code == 200
         answer = serving.post("inference-0", "/update_weights", {"path": str(path), "version": version})
@@ -69,7 +69,13 @@ def test_every_answer_names_its_policy_version(serving: Serving) -> None:
         load(serving.model, 0)
 
 
-def test_what_the_engine_refuses_is_said_in_its_words(serving: Serving) -> None:
+def test_a_reply_ends_at_the_models_length_if_more_tokens_are_allowed(serving: Serving) -> None:
+    asked = chat(serving, "--prompt", "abc", "--max-tokens", "100000", "--json")
+    assert asked.exit_code == 0, asked.exception
+    assert 1 <= json.loads(asked.output)["tokens"] < serving.recipe.max_model_len
+
+
+def test_a_refusal_of_the_engine_is_printed_unchanged(serving: Serving) -> None:
     done = chat(serving, "--prompt", "word " * 2000)
     assert isinstance(done.exception, RoleError)
     assert "HTTP 400" in str(done.exception) and "context" in str(done.exception)

@@ -1,4 +1,5 @@
-"""A real environment server: rollouts through verifiers' train client against the real engine, deaths, timeouts, ends."""
+"""A real environment server: rollouts through verifiers' train client with a real engine, crashes, timeouts,
+shutdown."""
 
 from __future__ import annotations
 
@@ -9,26 +10,27 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgpack
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from verifiers.v1.types import SamplingConfig
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir, publish_endpoint, read_endpoint
 from primerl_hpc.envs.config import environment_of
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
-from primerl_hpc.orchestrator.distillation import Distillation
-from primerl_hpc.orchestrator.env_client import (
+from primerl_hpc.orchestrator.rollouts.distillation import Distillation
+from primerl_hpc.orchestrator.rollouts.env_client import (
     EnvServerClient,
     EnvServerDied,
     EnvServerError,
@@ -37,30 +39,42 @@ from primerl_hpc.orchestrator.env_client import (
     sampling_config,
     train_client,
 )
-from primerl_hpc.orchestrator.env_pool import EnvServerPool
-from primerl_hpc.orchestrator.runner import EnvHandle
-from primerl_hpc.orchestrator.self_teacher import demonstrated_prompt
-from primerl_hpc.orchestrator.teacher import TeacherClient, add_samples
-from primerl_hpc.orchestrator.trajectories import Rollout, RolloutFailed, role_tokens, rollout_of
-from primerl_hpc.recipe.algorithm_schema import OPSD
-from primerl_hpc.recipe.evaluation_schema import External
-from primerl_hpc.recipe.model_schema import Teacher
+from primerl_hpc.orchestrator.rollouts.env_pool import EnvServerPool
+from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
+from primerl_hpc.orchestrator.rollouts.self_teacher import demonstrated_prompt
+from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient, add_samples
+from primerl_hpc.orchestrator.rollouts.trajectories import role_tokens, rollout_of
+from primerl_hpc.orchestrator.types import Rollout, RolloutFailed
 from primerl_hpc.recipe.renderer import make_renderer
+from primerl_hpc.recipe.schema.algorithm import OPSD
+from primerl_hpc.recipe.schema.evaluation import External
+from primerl_hpc.recipe.schema.model import Teacher
+from primerl_hpc.recipe.schema.rollout import Sampling
 from primerl_hpc.roles.scratch import scratch_path
-from tests.api import Request, chat_completion, serve
-from tests.e2e.serving import Serving, hf_logprobs, make_recipe
-from tests.support import end_role, make_plan, make_tiny_model, process_plan, run_role, start_role
+from primerl_hpc.run.endpoints import publish_endpoint, read_endpoint
+from primerl_hpc.run.rundir import RunDir
+from tests.support.api import Request, chat_completion, serve
+from tests.support.helpers import (
+    ROOT,
+    end_role,
+    make_plan,
+    make_tiny_model,
+    process_plan,
+    run_role,
+    start_role,
+)
+from tests.support.serving import Serving, hf_logprobs, make_recipe
 
 pytestmark = pytest.mark.e2e
 
 
 def chat_client(router_url: str) -> Any:
-    """Chat completions instead of token ids."""
+    """Use chat completions instead of token ids."""
     return external_client(External(base_url=f"{router_url}/v1", key_variable=env.ENGINE_API_KEY))
 
 
 class Rollouts:
-    """What a test needs to run rollouts: a client and tasks."""
+    """A client and tasks, to run rollouts."""
 
     def __init__(self, serving: Serving, server: int = 0) -> None:
         self.serving, self.recipe = serving, serving.recipe
@@ -75,9 +89,9 @@ class Rollouts:
         return self.client.run(self.tasks[number].data, how, self.recipe.model.name, sampling, timeout_s)
 
     async def until_at_engine(self, count: int) -> None:
-        """Until the engine has so many requests that are not answered yet."""
+        """Wait until the engine has this many requests without a response."""
         deadline = time.monotonic() + 60
-        async with httpx.AsyncClient(trust_env=False, headers=self.serving.headers) as client:
+        async with self.serving.async_client() as client:
             while True:
                 load = (await client.get(f"{self.serving.url('inference-0')}/load")).json()["server_load"]
                 if load == count:
@@ -86,7 +100,7 @@ class Rollouts:
                 await asyncio.sleep(0.02)
 
     async def stuck(self, *rollouts: Awaitable) -> list[asyncio.Future]:
-        """The rollouts, started, when each has its request at the engine, which is paused."""
+        """Start rollouts; return them when each has a request at the paused engine."""
         assert self.serving.post("inference-0", "/pause", {}).status_code == 200
         started = [asyncio.ensure_future(rollout) for rollout in rollouts]
         await self.until_at_engine(len(started))
@@ -108,7 +122,7 @@ def with_rollouts(serving: Serving, check: Callable[[Rollouts], Awaitable[None]]
     asyncio.run(main())
 
 
-def test_a_rollout_carries_the_tokens_and_logprobs_that_the_engine_saw(serving: Serving) -> None:
+def test_a_rollout_has_the_tokens_and_logprobs_of_the_engine(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         episode = await rollouts.run()
         assert episode.ok, episode.errors
@@ -127,6 +141,36 @@ def test_a_rollout_carries_the_tokens_and_logprobs_that_the_engine_saw(serving: 
     with_rollouts(serving, check)
 
 
+def test_an_episode_arrives_in_one_message_after_the_rollout(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        await rollouts.run()  # connects
+        deltas: list[dict[str, Any]] = []
+        episode = await rollouts.client._client.run(
+            client=train_client(rollouts.recipe.model, serving.url("router-0")),
+            model=rollouts.recipe.model.name,
+            sampling=sampling_config(rollouts.recipe.rollouts.sampling, 0),
+            task_data=rollouts.tasks[0].data,
+            on_delta=deltas.append,
+        )
+        (trace,) = episode.traces
+        assert [delta["trace"] for delta in deltas] == [trace.id]
+        assert len(deltas[0]["nodes"]) == len(trace.nodes) > 1
+
+    with_rollouts(serving, check)
+
+
+def test_without_max_tokens_a_turn_may_use_the_rest_of_the_context(serving: Serving) -> None:
+    async def check(rollouts: Rollouts) -> None:
+        sampling = sampling_config(Sampling(max_tokens=None), 0).model_dump(exclude_none=True)
+        endless = SamplingConfig.model_validate({**sampling, "allowed_token_ids": [5, 6]})  # no end of turn
+        how = train_client(rollouts.recipe.model, rollouts.serving.url("router-0"))
+        episode = await rollouts.client.run(rollouts.tasks[0].data, how, rollouts.recipe.model.name, endless)
+        (trace,) = episode.traces
+        assert len(trace.branches[0].token_ids) == rollouts.recipe.max_model_len and trace.is_truncated
+
+    with_rollouts(serving, check)
+
+
 def test_an_evaluation_rollout_is_scored(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         episode = await rollouts.run(evaluate=True)
@@ -136,7 +180,7 @@ def test_an_evaluation_rollout_is_scored(serving: Serving) -> None:
     with_rollouts(serving, check)
 
 
-def test_bad_task_data_is_an_error_and_the_server_lives(serving: Serving) -> None:
+def test_invalid_task_data_is_an_error_and_the_server_continues(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         rollouts.tasks[0].data.pop("answer")
         with pytest.raises(EnvServerError, match="answer"):
@@ -147,7 +191,7 @@ def test_bad_task_data_is_an_error_and_the_server_lives(serving: Serving) -> Non
     with_rollouts(serving, check)
 
 
-def test_kill_9_fails_pending_rollouts_and_the_next_ones_run_on_the_successor(serving: Serving) -> None:
+def test_sigkill_fails_pending_rollouts_and_the_next_ones_run_on_the_successor(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         try:
             pending = await rollouts.stuck(*(rollouts.run(number) for number in range(3)))
@@ -166,7 +210,7 @@ def test_kill_9_fails_pending_rollouts_and_the_next_ones_run_on_the_successor(se
     with_rollouts(serving, check)
 
 
-def test_a_frozen_server_is_given_up_and_its_successor_asked_for(serving: Serving) -> None:
+def test_a_frozen_server_is_abandoned_and_a_restart_is_requested(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         rollouts.client.health_s = 1.0
         frozen, request = serving.processes["env_server-0"].pid, serving.run.restart_request("env_server-0")
@@ -176,17 +220,17 @@ def test_a_frozen_server_is_given_up_and_its_successor_asked_for(serving: Servin
             with pytest.raises(EnvServerDied):
                 await rollouts.run()
             asked = read_json(request)
-            assert asked["incarnation"] == life and "answered nobody" in asked["reason"]
+            assert asked["incarnation"] == life and "did not respond" in asked["reason"]
         finally:
             rollouts.client.health_s = 300.0
             request.unlink(missing_ok=True)
             os.killpg(frozen, signal.SIGCONT)
-        assert (await rollouts.run()).ok  # had nobody restarted it, it would be taken as it is
+        assert (await rollouts.run()).ok  # a server that recovered without a restart would be used again
 
     with_rollouts(serving, check)
 
 
-def test_a_rollout_beyond_its_time_or_cancelled_leaves_the_engine(serving: Serving) -> None:
+def test_a_rollout_that_times_out_or_is_cancelled_ends_at_the_engine(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         await rollouts.run()  # so that the next one's time is not spent on loading the tokenizer
         try:
@@ -204,7 +248,7 @@ def test_a_rollout_beyond_its_time_or_cancelled_leaves_the_engine(serving: Servi
     with_rollouts(serving, check)
 
 
-def test_a_prompt_longer_than_the_context_is_the_rollouts_own_fault(serving: Serving) -> None:
+def test_a_prompt_longer_than_the_context_fails_only_its_rollout(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         rollouts.tasks[0].data["prompt"] = "x" * 2000
         episode = await rollouts.run(0)
@@ -216,10 +260,38 @@ def test_a_prompt_longer_than_the_context_is_the_rollouts_own_fault(serving: Ser
     with_rollouts(serving, check)
 
 
-def test_a_server_by_address_is_used_without_being_published(serving: Serving) -> None:
+FOREIGN_SERVER = """
+import sys
+from primerl_hpc.envs.tasks import resolve_environment
+from primerl_hpc.recipe.schema.rollout import Environment
+from verifiers.v1.serve import serve_env
+
+class Address:
+    def put(self, address):
+        print(address, flush=True)
+
+config = resolve_environment(Environment.model_validate_json(sys.argv[1]))
+serve_env(max_workers=1, address="tcp://127.0.0.1:0", address_queue=Address(), config=config)
+"""
+
+
+@pytest.fixture(scope="module")
+def foreign_server(serving: Serving) -> Iterator[str]:
+    """Address of verifiers' own server, started outside the run. It has the certificate and key of the run's router."""
+    _, environment = environment_of(serving.recipe, 0)
+    trust = {"SSL_CERT_FILE": str(serving.keys.authority), env.ENGINE_API_KEY: serving.keys.api_key}
+    served = environment.model_dump_json(include={"id", "args", "env_args"})
+    command = [sys.executable, "-c", FOREIGN_SERVER, served]
+    with subprocess.Popen(command, env={**os.environ, **trust}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
+
+
+def test_a_server_by_address_is_used_without_being_published(serving: Serving, foreign_server: str) -> None:
     async def check() -> None:
         rollouts = Rollouts(serving)
-        environment = rollouts.environment.model_copy(update={"address": serving.url("env_server-0")})
+        environment = rollouts.environment.model_copy(update={"address": foreign_server})
         rollouts.client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02)
         try:
             assert (await rollouts.run()).ok
@@ -229,10 +301,10 @@ def test_a_server_by_address_is_used_without_being_published(serving: Serving) -
     asyncio.run(check())
 
 
-def test_closing_ends_though_an_answer_comes_at_that_moment(serving: Serving) -> None:
+def test_closing_ends_when_a_response_arrives_at_the_same_time(serving: Serving, foreign_server: str) -> None:
     async def check() -> None:
         rollouts = Rollouts(serving)
-        environment = rollouts.environment.model_copy(update={"address": serving.url("env_server-0")})
+        environment = rollouts.environment.model_copy(update={"address": foreign_server})
         client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02)
         await client.wait_ready(120)
         questions = client._client._pending  # verifiers keeps them by request
@@ -246,7 +318,7 @@ def test_closing_ends_though_an_answer_comes_at_that_moment(serving: Serving) ->
     asyncio.run(check())
 
 
-def test_a_server_that_joins_its_pool_late_takes_its_share(serving: Serving) -> None:
+def test_a_server_that_joins_its_pool_late_gets_its_share_of_rollouts(serving: Serving) -> None:
     async def check() -> None:
         rollouts = Rollouts(serving)
         late = EnvServerClient(serving.run, "env_server-9", rollouts.environment, poll_s=0.02)
@@ -269,8 +341,11 @@ def test_a_server_that_joins_its_pool_late_takes_its_share(serving: Serving) -> 
     asyncio.run(check())
 
 
-def test_a_teacher_of_the_same_weights_says_what_the_policy_said(serving: Serving, monkeypatch) -> None:
-    monkeypatch.setenv("TEACHER_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
+def test_a_teacher_with_the_same_weights_has_the_log_probabilities_of_the_policy(
+    serving: Serving, monkeypatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", serving.keys.api_key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(serving.keys.authority))
     url, name = f"{serving.url('inference-0')}/v1", serving.recipe.model.name
 
     async def check(rollouts: Rollouts) -> None:
@@ -287,7 +362,7 @@ def test_a_teacher_of_the_same_weights_says_what_the_policy_said(serving: Servin
     with_rollouts(serving, check)
 
 
-def test_a_teachers_words_become_the_tokens_that_the_policy_would_have_sampled(serving: Serving) -> None:
+def test_a_teachers_reply_becomes_tokens_of_the_policys_template(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         episode = await rollouts.run(evaluate=True)  # chat completions: text, no tokens
         rollout = rollout_of(episode, temperature=1.0, need_tokens=False)
@@ -305,7 +380,7 @@ def test_a_teachers_words_become_the_tokens_that_the_policy_would_have_sampled(s
     with_rollouts(serving, check)
 
 
-def test_the_policy_that_read_a_demonstration_scores_what_the_one_without_sampled(serving: Serving) -> None:
+def test_the_policy_with_a_demonstration_scores_tokens_sampled_without_it(serving: Serving) -> None:
     async def check(rollouts: Rollouts) -> None:
         episode = await rollouts.run()
         rollout = rollout_of(episode, temperature=1.0)
@@ -338,7 +413,7 @@ def renderer_of(serving: Serving) -> Any:
     return make_renderer(serving.recipe.model, AutoTokenizer.from_pretrained(serving.model))
 
 
-def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:
+def test_a_server_that_does_not_restart_is_reported(serving: Serving) -> None:
     async def check() -> None:
         environment = serving.recipe.environments.train[0]
         client = EnvServerClient(serving.run, "env_server-9", environment, poll_s=0.02, restart_timeout_s=0.1)
@@ -350,10 +425,10 @@ def test_a_server_that_does_not_come_back_is_reported(serving: Serving) -> None:
     asyncio.run(check())
 
 
-def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_behind(
+def test_the_evaluation_server_queries_the_judge_and_leaves_no_files(
     serving: Serving,
 ) -> None:
-    """The engine is the judge as well, and says nothing that makes sense."""
+    """The engine is also the judge, with random replies."""
     shutil.copy(serving.run.endpoint("inference-0"), serving.run.endpoint("judge-0"))
     serving.start("env_server-1")
 
@@ -364,10 +439,8 @@ def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_
         rollouts.client = EnvServerPool([other, rollouts.client])
         await rollouts.client.wait_ready(120)
         episodes = await asyncio.gather(rollouts.run(), rollouts.run())
-        assert sorted(episode.ok for episode in episodes) == [
-            False,
-            True,
-        ]  # each had one; the other asks no judge
+        # each had one; the other asks no judge
+        assert sorted(episode.ok for episode in episodes) == [False, True]
         assert not rollouts.client._running.total()
 
     with_rollouts(serving, check, server=1)
@@ -381,7 +454,7 @@ def test_the_second_server_is_the_evaluations_asks_the_judge_and_leaves_nothing_
     assert list(serving.home.iterdir()) == []
 
 
-def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> None:
+def test_a_judge_that_restarts_at_another_address_is_queried_there(tmp_path: Path) -> None:
     model, run = (
         make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model",
         RunDir(tmp_path / "run"),
@@ -393,7 +466,7 @@ def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> Non
 
     async def check(policy: str, successor: str) -> None:
         client = EnvServerClient(run, "env_server-1", environment, poll_s=0.02)
-        how = external_client(External(base_url=f"{policy}/v1"))
+        how = external_client(External(base_url=f"{policy}/v1", key_variable=env.NO_KEY))
         sampling = external_sampling_config(recipe.rollouts.sampling)
         try:
             await client.wait_ready(240)
@@ -420,8 +493,8 @@ def test_a_judge_that_comes_back_elsewhere_is_asked_there(tmp_path: Path) -> Non
 QWEN3_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def test_a_tools_answers_are_read_in_tokens_and_only_what_the_policy_wrote_is_trained(tmp_path: Path) -> None:
-    """The engine is played: it multiplies by the tool, adds by the tool, says the number."""
+def test_tool_results_are_tokens_and_only_tokens_of_the_policy_are_trained(tmp_path: Path) -> None:
+    """The engine is simulated: it calls the tool to multiply, calls it to add, and replies with the number."""
     model, run = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model", RunDir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": QWEN3_TOKENS})
@@ -429,6 +502,7 @@ def test_a_tools_answers_are_read_in_tokens_and_only_what_the_policy_wrote_is_tr
     recipe = make_recipe(model) | {"seq_len": 4096, "inference": {"max_model_len": 4096}}
     recipe["model"]["renderer"] = {"name": "qwen3"}
     recipe["environments"] = {"train": [{"id": "calculator", "args": {"num_tasks": 1}}]}
+    recipe["rollouts"]["sampling"] = {"max_tokens": None}
     recipe = make_plan(tmp_path, recipe, processes=[process_plan(Role.ENV_SERVER)]).phases[0].recipe
     environment = recipe.environments.train[0]
     (task,) = load_tasks(environment)
@@ -450,6 +524,8 @@ def test_a_tools_answers_are_read_in_tokens_and_only_what_the_policy_wrote_is_tr
     def engine(request: Request) -> tuple[int, dict]:
         if not request.body:
             return 200, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 4096}]}
+        # the engine gives each turn the rest of the context, which the client must not bound
+        assert "max_tokens" not in request.body["sampling_params"]
         prompts.append(request.body["token_ids"])
         reply = replies[len(prompts) - 1]
         content = [{"token": f"token_id:{token}", "logprob": -0.5} for token in reply]
@@ -485,20 +561,133 @@ def test_a_tools_answers_are_read_in_tokens_and_only_what_the_policy_wrote_is_tr
     assert not (answers & sample.loss_mask).any()
 
 
-def test_a_chat_template_without_a_renderer_ends_the_server_with_the_models_name(tmp_path: Path) -> None:
+def test_a_template_without_a_renderer_ends_the_server_and_the_error_names_the_model(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model"
     recipe = make_recipe(model)
     recipe["model"]["renderer"] = {"name": "auto"}
-    recipe["environments"]["train"][0]["args"] = {"task": {"judges": [{"id": "reference"}]}}
-    del recipe["judge"]
     make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
     code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0")
     assert code == ExitCode.CONFIG
-    assert "environment reverse-text has a judge without an address" in log
     assert f"no renderer is known for model {model}" in log.splitlines()[-1]
 
 
-def test_an_unknown_environment_ends_the_server_with_its_name(tmp_path: Path) -> None:
+def test_tools_with_a_renderer_that_has_none_end_the_server_with_an_error(tmp_path: Path) -> None:
+    recipe = make_recipe(make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model")
+    recipe["environments"]["train"] = [{"id": "calculator"}]
+    make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
+    code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0")
+    assert code == ExitCode.CONFIG
+    assert "environment calculator: the environment has tools, but renderer 'chatml'" in log.splitlines()[-1]
+
+
+ECHO = {
+    "pyproject.toml": '[project]\nname = "echo-tools"\nversion = "0.1.0"\n',
+    "echo_tools/__init__.py": 'from echo_tools.taskset import Echo\n\n__all__ = ["Echo"]\n',
+    "echo_tools/server.py": """
+import verifiers.v1 as vf
+
+class EchoToolset(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "echo"
+
+    @vf.tool
+    def echo(self, text: str) -> str:
+        return text
+
+if __name__ == "__main__":
+    EchoToolset.run()
+""",
+    "echo_tools/taskset.py": """
+import verifiers.v1 as vf
+
+from echo_tools.server import EchoToolset
+
+class EchoTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+class EchoTask(vf.Task[vf.TaskData, vf.State, EchoTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: EchoTaskConfig) -> list[vf.Toolset]:
+        return [EchoToolset(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def done(self, trace: vf.Trace) -> float:
+        return 1.0
+
+class EchoConfig(vf.TasksetConfig):
+    task: EchoTaskConfig = EchoTaskConfig()
+
+class Echo(vf.Taskset[EchoTask, EchoConfig]):
+    def load(self) -> list[EchoTask]:
+        return [EchoTask(vf.TaskData(prompt="echo x"), self.config.task)]
+""",
+}
+"""An environment as `vf-init` creates it, with a tool server for each task."""
+
+
+def test_episodes_that_start_tool_servers_are_limited_to_one_per_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has one core; without the limit, all tool servers would start before the first one responds."""
+    for name, text in ECHO.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "package"))
+    run = RunDir(tmp_path / "run")
+    model = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model"
+    block = make_recipe(model) | {"environments": {"train": [{"id": "echo-tools"}]}}
+    block["model"]["renderer"] = {"name": "default", "options": {"tool_parser": "qwen3"}}
+    recipe = make_plan(run.root, block, processes=[process_plan(Role.ENV_SERVER)]).phases[0].recipe
+    (environment,) = recipe.environments.train
+    (task,) = load_tasks(environment)
+    at_once: list[int] = []
+
+    def model_says(_: Request) -> tuple[int, dict]:
+        at_once.append(len(tool_servers(run)))
+        return 200, chat_completion({"content": "x"})
+
+    async def play(url: str) -> list[Any]:
+        client = EnvServerClient(run, "env_server-0", environment, poll_s=0.02)
+        how = external_client(External(base_url=f"{url}/v1", key_variable=env.NO_KEY))
+        try:
+            await client.wait_ready(240)
+            (published,) = client.published_endpoints
+            assert (published["processes"], published["cores"]) == (["tool server echo"], 1)
+            sampling = external_sampling_config(recipe.rollouts.sampling)
+            rollouts = [client.run(task.data, how, "m", sampling, 240) for _ in range(3)]
+            return await asyncio.gather(*rollouts)
+        finally:
+            await client.close()
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        server = start_role(run, "main", "env_server-0", PYTHONPATH=f"{tmp_path / 'package'}:{ROOT}")
+    finally:
+        os.sched_setaffinity(0, cores)
+    try:
+        with serve(model_says) as url:
+            episodes = asyncio.run(play(url))
+    finally:
+        end_role(server)
+    assert [episode.ok for episode in episodes] == [True] * 3 and at_once == [1] * 3
+    log = (run.attempt_logs(1) / "env_server-0.log").read_text()
+    assert log.count("starts 1 process for each episode (tool server echo)") == 1
+    assert "at most 1 episodes run at a time" in log and "vf.SharedToolsetConfig" in log
+
+
+def tool_servers(run: RunDir) -> list[int]:
+    """Processes of the tool server, children of the environment server of ``run``."""
+    pid, found = read_endpoint(run, "env_server-0")["pid"], []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"echo_tools.server" in (entry / "cmdline").read_bytes():
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found += [int(entry.name)] if parent == pid else []
+    return found
+
+
+def test_an_unknown_environment_ends_the_server_and_the_error_names_it(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "model")
     recipe["environments"]["train"][0]["id"] = "no-such-env"
     make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
@@ -506,3 +695,54 @@ def test_an_unknown_environment_ends_the_server_with_its_name(tmp_path: Path) ->
     assert code == ExitCode.CONFIG
     assert "environment no-such-env" in log.splitlines()[-1]
     assert "Traceback" not in log
+
+
+PULLS_AN_IMAGE = """
+import asyncio, os, pathlib
+from verifiers.v1.runtimes.apptainer import ApptainerConfig, ApptainerRuntime
+from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+
+async def use() -> list[str]:
+    episode = SubprocessRuntime(SubprocessConfig())
+    await episode.start()
+    image = await ApptainerRuntime(ApptainerConfig(image="an/image:1"))._image()
+    return [image, str(episode.workdir), os.environ["HOME"]]
+
+with open(os.environ["USED"], "a") as file:
+    print(*asyncio.run(use()), file=file)
+raise ValueError("that was all")
+"""
+
+
+@pytest.mark.parametrize("is_writable", [True, False], ids=["home", "home that cannot be written"])
+def test_an_image_is_pulled_once_across_restarts_and_episodes_use_the_scratch_folder(
+    tmp_path: Path, is_writable: bool
+) -> None:
+    pulls, used, home, node = (tmp_path / name for name in ("pulls", "used", "home", "node"))
+    for folder in (node, *((home,) if is_writable else ())):
+        folder.mkdir()
+    if not is_writable:
+        home = Path("/proc/1")  # no user can create a folder there, not even root
+    apptainer = tmp_path / "bin" / "apptainer"
+    apptainer.parent.mkdir()
+    apptainer.write_text(f'#!/bin/sh\n[ "$1" = pull ] && echo "$2" >>{pulls} && echo image >"$2"\n')
+    apptainer.chmod(0o755)
+    (tmp_path / "pulls_an_image.py").write_text(PULLS_AN_IMAGE)
+    recipe = make_recipe(tmp_path / "model")
+    recipe["environments"]["train"][0] = {"id": "pulls-an-image"}
+    make_plan(tmp_path / "run", recipe, processes=[process_plan(Role.ENV_SERVER)])
+    variables = {
+        "HOME": str(home),
+        "TMPDIR": str(node),
+        "USED": str(used),
+        "PATH": f"{apptainer.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }
+    for _ in range(2 if is_writable else 1):
+        code, log = run_role(RunDir(tmp_path / "run"), "main", "env_server-0", **variables)
+        assert code == ExitCode.CONFIG and "that was all" in log, log
+    assert len(pulls.read_text().splitlines()) == 1
+    for line in used.read_text().splitlines():
+        image, episode, own_home = map(Path, line.split())
+        assert image.exists() and image.is_relative_to(home if is_writable else node) and own_home == home
+        assert not episode.exists() and episode.is_relative_to(node)

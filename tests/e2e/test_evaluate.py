@@ -1,4 +1,4 @@
-"""``primerl-hpc eval`` for real: versions of a live run on one engine, a kill in between."""
+"""``primerl-hpc eval`` of a live run: its versions on one engine, with a kill in between."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.files import read_jsonl, write_json
-from primerl_hpc.common.lock import process_start_time
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir, read_endpoint
-from primerl_hpc.common.scores import read_scores
 from primerl_hpc.plan.engine_env import engine_env
-from tests.e2e.runs import command
-from tests.e2e.serving import READY_TIMEOUT_S
-from tests.support import end_role, start_role, wait_for
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.lock import process_start_time
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.scores import read_scores
+from tests.support.helpers import end_role, start_role, wait_for
+from tests.support.runs import command
+from tests.support.serving import READY_TIMEOUT_S
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +41,7 @@ def rollouts_by_version(run: RunDir) -> Counter[int]:
 
 
 class LiveRun:
-    """A run that goes on, as far as others can tell, and publishes versions of another one when it is told to."""
+    """A run that appears to be in progress and publishes versions of another run on request."""
 
     def __init__(self, folder: Path, trained: Path) -> None:
         self.run, self.trained = RunDir(folder), RunDir(trained)
@@ -61,7 +62,7 @@ class LiveRun:
         write_json(self.run.state, {"state": RunState.DONE, "attempt": 1})
 
 
-def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_what_is_missing(
+def test_versions_are_scored_as_they_appear_and_after_a_kill_only_missing_ones(
     home: Path, warm_model: Path
 ) -> None:
     live = LiveRun(home / "runs" / "live", warm_model)
@@ -88,7 +89,7 @@ def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_wh
             assert evaluator.poll() is None, "the run that it watches goes on"
             if step == 100:
                 live.publish(300)
-        assert [lease.name.partition(".")[0] for lease in (live.run.weights / ".leases").iterdir()] == [
+        assert [lease.name.partition(".")[0] for lease in (live.run.weights / ".leases").glob("[!.]*")] == [
             "step_300"
         ]
         live.end()
@@ -110,7 +111,7 @@ def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_wh
 
     # with nothing missing the scores are shown at once, and nothing is started
     again = command(*words, cwd=home)
-    assert "nothing is missing" in again.stdout and not run.job.exists()
+    assert "the evaluation is complete" in again.stdout and not run.job.exists()
     assert [line.split()[:2] for line in again.stdout.splitlines() if line.startswith("held-out ")] == [
         ["held-out", "base"],
         ["held-out", "100"],
@@ -120,3 +121,30 @@ def test_versions_are_scored_on_one_engine_as_they_come_and_after_a_kill_only_wh
     shown = command("scores", "runs/scored", "--json", "--svg", str(home / "scores.svg"), cwd=home)
     assert [row["step"] for row in json.loads(shown.stdout)["scores"]] == [0, 100, 300]
     assert (home / "scores.svg").read_text().count("<polyline") == 1
+
+
+def test_an_sft_run_is_evaluated_while_it_trains(home: Path) -> None:
+    """The shipped recipe with fewer steps: the base model, one version in between and the last one are evaluated, and
+    only the kept versions remain on disk."""
+    changes = (
+        "max_steps=60",
+        "evaluation.every=20",
+        "environments.eval.0.num_tasks=16",
+        "checkpoint.interval=30",
+    )
+    words = [word for text in changes for word in ("--set", text)]
+    place = ("-p", "local", "--run-dir", "runs/evaluated")
+    shown = command("submit", "reverse_text/sft_evaluated", *place, *words, "--follow", cwd=home).stdout
+    run = RunDir(home / "runs" / "evaluated")
+    scores = {step: row for (step, _), row in read_scores(run).items()}
+    assert list(scores) == [0, 20, 40, 60] and all(row["errors"] == 0 for row in scores.values())
+    assert rollouts_by_version(run) == dict.fromkeys(scores, NUM_ROLLOUTS)
+    assert scores[60]["avg@2"] > scores[0]["avg@2"] + 0.05, scores
+    assert set(read_steps(run.metrics("eval"))) == set(scores)
+    assert set(read_steps(run.metrics("sft"))) == set(range(1, 61))
+    assert all(f"evaluation of policy v{step}: held-out reward" in shown for step in scores)
+    assert run.stable_weights() == [40, 60]
+    status = command("status", "runs/evaluated", cwd=home).stdout
+    assert "step 60/60" in status and re.search(r"^held-out +60 ", status, re.MULTILINE)
+    samples = command("samples", "runs/evaluated", "-n", "1", "--full", cwd=home).stdout
+    assert re.search(r"^    user ", samples, re.MULTILINE)

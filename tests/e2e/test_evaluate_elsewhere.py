@@ -1,4 +1,4 @@
-"""``primerl-hpc eval`` of a model elsewhere: asked by chat completions, as any API is."""
+"""``primerl-hpc eval`` of an external model, which is queried by chat completions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.scores import read_scores
-from tests.e2e.runs import TINY, command
-from tests.e2e.serving import Serving
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.scores import read_scores
+from tests.support.runs import TINY, command
+from tests.support.serving import Serving
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_model_elsewhere_is_asked_by_chat_completions_and_no_engine_is_started(
+def test_an_external_model_is_queried_by_chat_completions_and_no_engine_starts(
     tmp_path: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELSEWHERE_KEY", serving.headers["Authorization"].removeprefix("Bearer "))
-    chosen = ["-p", "local", "--num-tasks", "8", "--env", "held-out", "--env", "alphabet-sort"]
+    monkeypatch.setenv("ELSEWHERE_KEY", serving.keys.api_key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(serving.keys.authority))
     server = ("--base-url", f"{serving.url('router-0')}/v1", "--model", str(serving.model))
-    words = ("eval", str(TINY), *chosen, *server)
+    words = ("eval", str(TINY), "-p", "local", "--num-tasks", "8", "--env", "held-out", *server)
     done = command(
-        *(*words, "--key-variable", "ELSEWHERE_KEY", "--run-dir", "runs/elsewhere", "--follow"), cwd=tmp_path
+        *(*words, "--env", "alphabet-sort", "--key-variable", "ELSEWHERE_KEY"),
+        *("--run-dir", "runs/elsewhere", "--follow"),
+        cwd=tmp_path,
     )
     run = RunDir(tmp_path / "runs" / "elsewhere")
     assert "inference" not in json.loads(run.state.read_text())["processes"]

@@ -1,4 +1,5 @@
-"""Every layout gives what one rank gives: losses, gradients, weights, exports, checkpoints. gloo, float32, tiny models."""
+"""Every layout computes what one rank computes: losses, gradients, weights, exports, checkpoints. Tiny models in
+float32 with gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,34 +19,47 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
-from primerl_hpc.common.rundir import RunDir  # noqa: E402
-from primerl_hpc.launch.merge import merge_adapter  # noqa: E402
-from primerl_hpc.transport.weights_filesystem import verify_checksums  # noqa: E402
-from tests.e2e.parallel_ranks import Case, batch  # noqa: E402
+from primerl_hpc.launch.export.merge import merge_adapter  # noqa: E402
+from primerl_hpc.run.metrics import read_steps  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
+from primerl_hpc.transport.weights.filesystem import verify_checksums  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
-from tests.e2e.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
-from tests.support import ROOT, make_tiny_model  # noqa: E402
+from tests.support.helpers import ROOT, make_tiny_model  # noqa: E402
+from tests.support.parallel_ranks import Case, batch  # noqa: E402
+from tests.support.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
+DIVIDED = ("phi", "qwen2", "gemma2", "gemma3_text", "phi3", "glm4")
+"""Families for tensor parallelism besides `FAMILIES`: with biases also in the head, caps and a scaled table that is
+the head, fused matrices."""
+ATTENTIONS = ("qwen3", "llama", "deepseek_v3", "gpt_oss", "gemma2", "llama4_text")
+"""Families whose attention differs: norms of heads, none, values of another width, sinks and windows, caps, chunks."""
+STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2")
+"""Families with layers that carry state along a row."""
+REFERENCES = (*FAMILIES, *DIVIDED, "llama4_text", *STATEFUL)
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
 REFERENCE = {f"{family}-1": {"model": family, "ranks": 1, "is_supervised": True} for family in FAMILIES}
 ONE_BY_ONE = {"seq_len": 4096}
 LORA = {
     "lora": {"rank": 8, "alpha": 12.0}, "model": "qwen3_moe", "is_supervised": True, "reference": "lora-1",
 }  # fmt: skip
+LORA_DENSE = {
+    "model": "qwen3", "is_supervised": True, "reference": "lora-dense-1",
+    "lora": {"rank": 3, "target_modules": ["q_proj", "mlp.down_proj"]},
+}  # fmt: skip
 
 CUSTOM = {
     "model": "llama", "reference": "custom-1",
-    "loss": {"type": "custom", "import_path": "tests.e2e.parallel_ranks:reinforce", "kwargs": {"scale": 0.5}},
+    "loss": {"type": "custom", "import_path": "tests.support.parallel_ranks:reinforce", "kwargs": {"scale": 0.5}},
 }  # fmt: skip
 
 VISION = {"model": "qwen3_vl", "trainer": {"vision": "trained"}, "reference": "vision-1", **ONE_BY_ONE}
+BALANCED = {"model": "deepseek_v3", "trainer": {"router_bias_rate": 0.05}, "reference": "balanced-1"}
 REPLAY = {"model": "glm4_moe", "trainer": {"router_replay": True}, "reference": "replay-1"}
 
-# what each optimizer is asked for under replicate × data × expert, with its state in each place
+# each optimizer trains under replicate × data × expert, and with its state in each place
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 0.01},
     "muon": {"lr": 0.01},
@@ -56,8 +70,21 @@ OPTIMIZED = {
     name: {"model": "qwen3_moe", "optimizer": {"type": name, **options}, "reference": f"{name}-1"}
     for name, options in OPTIMIZERS.items()
 }
+AXES: dict[str, dict[str, Any]] = {
+    "shard": {"expert_parallel": 1}, "tensor": {"tensor_parallel": 2}, "ulysses": {"context_parallel": 2},
+    "expert": {"expert_parallel": 2},
+}  # fmt: skip
+FUSED = {
+    f"muon-{family}-{axis}-2": {
+        "model": family, "ranks": 2, "layout": AXES[axis], "optimizer": {"type": "muon", "lr": 0.002},
+        "reference": f"muon-{family}-1",
+    }
+    for family, axes in {"phi3": ("shard", "tensor", "ulysses"), "deepseek_v3": AXES}.items()
+    for axis in axes
+}  # fmt: skip
+"""Muon splits fused matrices along each axis: QKV, gate and up; experts and latent attention. Its iteration enlarges
+rounding of small singular values, hence the small rate."""
 PLACES = {
-    "device": {},
     "optimizer-offload": {"optimizer_offload": True},
     "cpu-offload": {"cpu_offload": True},
 }
@@ -67,9 +94,30 @@ DEEP_EP = {
     "layout": {"expert_parallel": 2, "expert_backend": "deepep"},
 }  # fmt: skip
 
+FLOAT16: dict[str, dict[str, Any]] = {
+    "float16-tensor-2-ulysses-2": {
+        "model": "qwen3", "ranks": 4, "layout": {"tensor_parallel": 2, "context_parallel": 2}, "reference": "qwen3-rl",
+        "trainer": {"float32": ["head", "norm"]},
+    },
+    "float16-expert-2": {
+        "model": "qwen3_moe", "ranks": 2, "layout": {"expert_parallel": 2}, "reference": "float16-expert-1",
+        "trainer": {"float32": ["router", "head", "norm"], "activation_checkpointing": "full"},
+    },
+    "float16-lora-2": {**LORA_DENSE, "ranks": 2, "trainer": {"float32": ["head", "norm"]}},
+}  # fmt: skip
+WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
+"""Sizes of a mixture whose matrices, also divided by two, are multiples of the 32 values that share a scale."""
+FP8 = {"model": "wide", "trainer": {"fp8": "mxfp8", "param_dtype": "bfloat16"}}
+IN_FP8 = {
+    "fp8-shard-2": {**FP8, "ranks": 2, "layout": {"expert_parallel": 1}},
+    "fp8-expert-2": {**FP8, "ranks": 2, "layout": {"expert_parallel": 2}},
+    "fp8-tensor-2": {**FP8, "ranks": 2, "layout": {"tensor_parallel": 2}},
+    "fp8-ulysses-2": {**FP8, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ulysses"}},
+}
+
 # fmt: off
 LAYOUTS: dict[str, dict[str, Any]] = {
-    # each axis alone; context with a loss over whole samples too
+    # each axis alone; context also with a loss over complete samples
     "shard-2": {"model": "qwen3", "ranks": 2},
     "replicate-2": {"model": "qwen3", "ranks": 2, "layout": {"replicate": 2}},
     **{
@@ -84,8 +132,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
             "layout": {"context_parallel": 2, "context_style": style},
             **({"loss": {"type": "gspo"}, "reference": "gspo-1", "is_exported": True} if name == "llama" else {}),
         }
-        for name in FAMILIES
+        for name in ATTENTIONS
         for style in ("ulysses", "ring")
+    },
+    **{
+        f"{name}-tensor-2": {"model": name, "ranks": 2, "layout": {"tensor_parallel": 2}, "is_exported": True}
+        for name in (*FAMILIES, *DIVIDED)
     },
     "supervised-ulysses-2": {
         "model": "qwen3", "ranks": 2, "layout": {"context_parallel": 2}, "is_supervised": True, "reference": "qwen3-1",
@@ -95,19 +147,43 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
     "absent-deepep": DEEP_EP,
-    "compiled-ulysses-2-expert-2": {
-        "model": "qwen3_moe", "ranks": 2, "layout": {"context_parallel": 2, "expert_parallel": 2}, "trainer": {"compile": True},
-    },
     "replay-ring-2-expert-2": {
         **REPLAY, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
     },
-    "replay-shard-2-compiled": {
-        **REPLAY, "ranks": 2, "trainer": {"router_replay": True, "compile": True}, "compiler": "aot_eager",
+    "replay-ulysses-2-compiled": {
+        **REPLAY, "ranks": 2, "layout": {"context_parallel": 2},
+        "trainer": {"router_replay": True, "compile": True}, "compiler": "aot_eager",
     },
     # images on one of two ranks, and on each in turn
     "vision-2": {**VISION, "ranks": 2, "is_exported": True},
     "vision-frozen-2": {"model": "qwen3_vl", "ranks": 2, **ONE_BY_ONE, "reference": "vision-frozen-1"},
     "vision-shared": {"model": "qwen3_vl", "ranks": 2, "layout": {"context_parallel": 2}},
+    "state-expert-2": {
+        "model": "qwen3_5_moe_text", "ranks": 2, "layout": {"expert_parallel": 2}, "is_exported": True,
+        "trainer": {"activation_checkpointing": "full"},
+    },
+    # heads of layers with state among the ranks of a row; with 3 ranks no number of heads divides
+    **{
+        f"{name}-{style}-2": {
+            "model": name, "ranks": 2, "layout": {"context_parallel": 2, "context_style": style, **layout},
+        }
+        for name, style, layout in (
+            ("qwen3_5_text", "ulysses", {}),
+            ("qwen3_5_moe_text", "ulysses", {"expert_parallel": 2}),
+            ("qwen3_next", "ring", {}),
+            ("nemotron_h", "ulysses", {}),
+            ("granitemoehybrid", "ulysses", {}),
+            ("lfm2", "ring", {}),
+        )
+    },
+    "state-ring-3": {
+        "model": "qwen3_5_text", "ranks": 3, "layout": {"context_parallel": 3, "context_style": "ring"},
+        "trainer": {"activation_checkpointing": "full"},
+    },
+    "state-ring-4-of-2-groups": {
+        "model": "nemotron_h", "ranks": 4, "layout": {"context_parallel": 4, "context_style": "ring"},
+    },
+    "state-divided": {"model": "qwen3_5_moe_text", "ranks": 2, "layout": {"tensor_parallel": 2}},
     "no-experts": {"model": "llama", "ranks": 2, "layout": {"expert_parallel": 2}},
     "shard-2-expert-2": {"model": "gpt_oss", "ranks": 4, "layout": {"expert_parallel": 2}},
     "replicate-2-expert-2": {
@@ -144,7 +220,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layout": {"context_parallel": 4, "context_style": "ring", "expert_parallel": 2},
     },
     "replicate-2-ulysses-2-expert-2": {
-        "model": "glm4_moe", "ranks": 8, "layout": {"replicate": 2, "context_parallel": 2, "expert_parallel": 2},
+        "model": "glm4_moe", "ranks": 4, "layout": {"replicate": 2, "context_parallel": 2, "expert_parallel": 2},
     },
     "replicate-2-shard-2-ring-2-expert-4": {
         "model": "qwen3_moe", "ranks": 8,
@@ -152,12 +228,58 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
     },
     "expert-8": {"model": "qwen3_moe", "ranks": 8, "layout": {"expert_parallel": 8}, "is_exported": True},
+    # divided matrices
+    "shard-2-tensor-2": {
+        "model": "qwen3", "ranks": 4, "layout": {"tensor_parallel": 2}, "is_exported": True, "save_to": "saved-divided",
+    },
+    "replicate-2-tensor-2": {
+        "model": "qwen3", "ranks": 4, "layout": {"replicate": 2, "tensor_parallel": 2},
+        "trainer": {"activation_checkpointing": "full"},
+    },
+    "tensor-4-of-2-key-heads": {
+        "model": "qwen3", "ranks": 4, "layout": {"tensor_parallel": 4}, "resume_from": "saved-divided",
+    },
+    "one-rank-from-tensor-2": {"model": "qwen3", "ranks": 1, "resume_from": "saved-divided"},
+    "tensor-3-of-4-heads": {"model": "qwen3", "ranks": 3, "layout": {"tensor_parallel": 3}},
+    "undivided-attention": {"model": "olmo2", "ranks": 2, "layout": {"tensor_parallel": 2}},
+    "vision-divided": {"model": "qwen3_vl", "ranks": 2, "layout": {"tensor_parallel": 2}},
+    "supervised-tensor-2-ulysses-2": {
+        "model": "qwen3", "ranks": 4, "layout": {"tensor_parallel": 2, "context_parallel": 2}, "is_supervised": True,
+        "reference": "qwen3-1",
+    },
+    "tensor-2-ring-2": {
+        "model": "gpt_oss", "ranks": 4,
+        "layout": {"tensor_parallel": 2, "context_parallel": 2, "context_style": "ring", "expert_parallel": 2},
+    },
+    "tensor-2-expert-4-from-replicas": {
+        "model": "qwen3_moe", "ranks": 4, "layout": {"tensor_parallel": 2, "expert_parallel": 4},
+        "resume_from": "saved",
+    },
+    "balanced-expert-2": {**BALANCED, "ranks": 2, "layout": {"expert_parallel": 2}},
+    "tensor-2-replay": {**REPLAY, "ranks": 2, "layout": {"tensor_parallel": 2}},
+    "tensor-2-expert-2-compiled": {
+        "model": "qwen3_moe", "ranks": 2, "layout": {"tensor_parallel": 2, "expert_parallel": 2},
+        "trainer": {"compile": True}, "compiler": "aot_eager",
+    },
+    "lora-tensor-2": {**LORA, "ranks": 2, "layout": {"tensor_parallel": 2}, "is_exported": True},
+    "lora-dense-tensor-2": {
+        **LORA_DENSE, "ranks": 2, "layout": {"tensor_parallel": 2}, "is_exported": True,
+    },
     # optimizers
-    "muon-expert-2": {**OPTIMIZED["muon"], "ranks": 2, "layout": {"expert_parallel": 2}},
+    **FUSED,
+    "muon-tensor-2-shard-2": {**OPTIMIZED["muon"], "ranks": 4, "layout": {"tensor_parallel": 2}},
+    "adamw-tensor-2-offload": {
+        **OPTIMIZED["adamw"], "ranks": 4, "layout": {"tensor_parallel": 2}, "trainer": PLACES["optimizer-offload"],
+    },
+    "adamw-tensor-2-cpu-offload": {
+        **OPTIMIZED["adamw"], "ranks": 4, "layout": {"tensor_parallel": 2}, "trainer": PLACES["cpu-offload"],
+    },
     **{
-        f"{name}-replicate-2-expert-2-{place}": {
-            **case, "ranks": 4, "layout": {"replicate": 2, "expert_parallel": 2}, "trainer": options,
-        }
+        f"{name}-replicate-2-expert-2": {**case, "ranks": 4, "layout": {"replicate": 2, "expert_parallel": 2}}
+        for name, case in OPTIMIZED.items()
+    },
+    **{
+        f"{name}-expert-2-{place}": {**case, "ranks": 2, "layout": {"expert_parallel": 2}, "trainer": options}
         for name, case in OPTIMIZED.items()
         for place, options in PLACES.items()
     },
@@ -170,10 +292,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "trainer": {"activation_checkpointing": "full"}, "is_exported": True,
     },
     "lora-resumed": {**LORA, "ranks": 4, "layout": {"expert_parallel": 4}, "resume_from": "saved-adapters"},
-    "lora-dense-2": {
-        "model": "qwen3", "ranks": 2, "is_supervised": True, "reference": "lora-dense-1", "is_exported": True,
-        "lora": {"rank": 3, "target_modules": ["q_proj", "mlp.down_proj"]},
-    },
+    "lora-dense-2": {**LORA_DENSE, "ranks": 2, "is_exported": True},
     "lora-nowhere": {"model": "qwen3", "ranks": 2, "lora": {"target_modules": ["q_proj", "qkv"]}},
     "lora-odd-rank": {**LORA, "ranks": 2, "lora": {"rank": 12}},
     "lora-fused-files": {"model": "gpt_oss", "ranks": 2, "lora": {}},
@@ -218,18 +337,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 REFUSED = {
+    "state-divided": "has layers that carry state along a row",
     "lora-nowhere": "lora.target_modules names qkv, which no block of Qwen3ForCausalLM has",
-    "lora-odd-rank": "lora.rank 12 is no multiple of 8",
+    "lora-odd-rank": "lora.rank 12 must be a multiple of 8",
     "lora-fused-files": "hold all experts in one tensor",
-    "lora-of-another-rank": "of adapters of rank 8, alpha 12, the recipe asks for adapters of rank 16, alpha 32",
-    "whole-from-adapters": "of adapters of rank 8, alpha 12, the recipe asks for all weights",
-    "of-another-model": "the checkpoint is damaged or of another model",
-    "of-another-optimizer": "made with optimizer sgd, the recipe says sign_sgd",
+    "lora-of-another-rank": "has adapters of rank 8, alpha 12, the recipe trains adapters of rank 16, alpha 32",
+    "whole-from-adapters": "has adapters of rank 8, alpha 12, the recipe trains all weights",
+    "of-another-model": "the checkpoint is damaged or belongs to another model",
+    "of-another-optimizer": "the checkpoint has optimizer sgd, the recipe uses sign_sgd",
     "expert-3-of-8": "expert_parallel 3 does not divide the model's 8 experts",
     "absent-deepep": "DeepEP is not installed here",
-    "vision-shared": "rows with images are not shared by ranks",
+    "vision-shared": "ranks cannot share rows with images",
+    "tensor-3-of-4-heads": "tensor_parallel 3 does not divide the model's 4 attention heads and 2 key-value heads",
+    "undivided-attention": "this version cannot divide the attention of Olmo2ForCausalLM",
+    "vision-divided": "ranks cannot share rows with images",
     "no-experts": "expert_parallel is 2, but the model has no experts",
-    "ulysses-3-of-4-heads": "4 attention heads and 2 key-value heads must be shared out among 3 ranks",
+    "ulysses-3-of-4-heads": "4 attention heads and 2 key-value heads must be divided among 3 ranks",
 }
 EXPORTED = [name for name, case in LAYOUTS.items() if case.get("is_exported")]
 ADAPTERS = [name for name in EXPORTED if "lora" in LAYOUTS[name]]
@@ -247,39 +370,54 @@ class Results:
 
 
 def cases(folder: Path) -> list[Case]:
-    """References of RL and of SFT first, then the layouts by number of ranks, in their order within it; last what resumes."""
+    """Return the references of RL and SFT first, then layouts by number of ranks, and last the cases that resume."""
     named: dict[str, dict[str, Any]] = {}
     for name, case in REFERENCE.items():
         named[name] = case
-    for family in FAMILIES:
+    for family in REFERENCES:
         named[f"{family}-rl"] = {"model": family, "ranks": 1}
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
     named["custom-1"] = {**CUSTOM, "ranks": 1}
     named["replay-1"] = {**REPLAY, "ranks": 1}
+    named["balanced-1"] = {**BALANCED, "ranks": 1}
     named["vision-1"] = {**VISION, "ranks": 1}
     named["vision-frozen-1"] = {"model": "qwen3_vl", "ranks": 1}
     named["half-1"] = {**DEEP_EP, "ranks": 1, "layout": {}}
     for name, case in OPTIMIZED.items():
         named[f"{name}-1"] = {**case, "ranks": 1}
+    for case in FUSED.values():
+        named[case["reference"]] = {**case, "ranks": 1, "layout": {}}
     named["lora-1"] = {**LORA, "ranks": 1}
-    named["lora-dense-1"] = {**LAYOUTS["lora-dense-2"], "ranks": 1, "is_exported": False}
+    named["lora-dense-1"] = {**LORA_DENSE, "ranks": 1}
     named["lora-half-2"] = {**LORA, "ranks": 2, "trainer": {"param_dtype": "bfloat16"}}
     named["half-deepep-2"] = {**DEEP_EP, "has_deep_ep": True}
+    for name, case in FLOAT16.items():
+        named[name] = {**case, "trainer": {"param_dtype": "float16", **case.get("trainer", {})}}
+    named["float16-expert-1"] = {**named["float16-expert-2"], "ranks": 1, "layout": {}}
+    named |= {
+        "plain-1": {**FP8, "ranks": 1, "trainer": {"param_dtype": "bfloat16"}},
+        "fp8-1": {**FP8, "ranks": 1},
+    }
+    named |= IN_FP8
     is_last = [name for name, case in LAYOUTS.items() if case["ranks"] == 1]
     for name in sorted(LAYOUTS, key=lambda name: (name in is_last, LAYOUTS[name]["ranks"])):
         named[name] = LAYOUTS[name]
-    return [{"name": name, **case, "model": str(folder / case["model"])} for name, case in named.items()]
+    return [
+        cast(Case, {"name": name, **case, "model": str(folder / case["model"])})
+        for name, case in named.items()
+    ]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Results:
     folder = tmp_path_factory.mktemp("parallel")
-    for family in FAMILIES:
+    for family in (*REFERENCES, "olmo2"):
         make_family(family, folder / family)
     make_vision_language(folder / "qwen3_vl")
+    make_family("qwen3_moe", folder / "wide", **WIDE)
     (folder / "cases.json").write_text(json.dumps(cases(folder)))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.parallel_ranks", str(folder)],
+        [sys.executable, "-m", "tests.support.parallel_ranks", str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -292,7 +430,7 @@ def results(tmp_path_factory) -> Results:
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: float = 1e-5) -> None:
-    """Each tensor to a ``share`` of its norm."""
+    """Compare each tensor to within ``share`` of its norm."""
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert (found[name] - value).norm() <= share * value.norm(), name
@@ -314,8 +452,10 @@ def test_losses_gradients_and_weights_equal_those_of_one_rank(results, name):
     assert_close(found, expected, 1e-6 if is_tight else 1e-5)
     for metrics, expected_metrics in zip(steps, expected_steps, strict=True):
         for key, value in expected_metrics.items():
+            # a gradient whose parts cancel is exactly zero in one order of summation and 1e-11 in another
+            tolerance = 2e-4 if key == "optim/zero_grad_ratio" else 1e-8
             if not key.startswith(("perf/", "time/")):
-                assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-8), key
+                assert metrics[key] == pytest.approx(value, rel=1e-5, abs=tolerance), key
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -323,18 +463,47 @@ def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(result
     assert REFUSED[name] in results.report(name)["refused"]
 
 
-def test_a_policy_whose_tokens_deepep_carries_trains_as_on_one_rank_as_far_as_bfloat16_goes(results):
+def test_deepep_dispatch_trains_as_one_rank_within_bfloat16_precision(results):
     assert_close(results.tensors("half-deepep-2"), results.tensors("half-1"), 0.05)
 
 
+@pytest.mark.parametrize("name", FLOAT16)
+def test_float16_with_a_scaled_loss_trains_as_one_rank(results, name):
+    """The mixture's reference is float16 too: rounding changes the experts of single tokens.
+
+    The dense model in bfloat16 differs by 0.03. Adapters differ most: their first weights B are zero.
+    """
+    assert_close(results.tensors(name), results.tensors(FLOAT16[name]["reference"]), 0.02)
+    scales = [
+        metrics["optim/loss_scale"] for metrics in results.report(name)["steps"][:3]
+    ]  # then an evaluation
+    assert scales == [65536] * 3
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_layouts_in_fp8_train_as_one_rank_within_the_precision_of_fp8(results, name):
+    expected, plain, found = (results.tensors(case) for case in ("fp8-1", "plain-1", name))
+    deviation = relative_change(expected, plain)
+    assert deviation > 0.01  # FP8 is coarser than bfloat16
+    assert relative_change(found, expected) < 0.6 * deviation
+
+
+def relative_change(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the norm of the change of all first gradients, relative to their norm."""
+    names = [name for name in expected if name.startswith("gradient")]
+    changes = torch.stack([(found[name] - expected[name]).norm() for name in names])
+    return float(changes.norm() / torch.stack([expected[name].norm() for name in names]).norm())
+
+
 def plain_loss(model, step: int) -> Tensor:
-    """Mean cross-entropy of the supervised rows of ``step``, sample by sample."""
+    """Mean cross-entropy of the supervised rows of ``step``, computed sample by sample."""
     total, count = torch.zeros(()), 0
     for row in batch(step, {"model": "of text", "is_supervised": True}):
-        start = 0
+        start, weights = 0, row.ce_weights
+        assert weights is not None
         for length in row.sample_lengths.tolist():
             ids = torch.from_numpy(row.input_ids[start : start + length]).long()
-            is_trained = torch.from_numpy(row.ce_weights[start : start + length])[1:] != 0
+            is_trained = torch.from_numpy(weights[start : start + length])[1:] != 0
             logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
             total, count = total - logprobs[is_trained].sum(), count + int(is_trained.sum())
@@ -344,7 +513,7 @@ def plain_loss(model, step: int) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_as_plain_transformers_does(results, family):
-    """Cross-entropy of unpacked samples through the unsharded model, by transformers alone."""
+    """Cross-entropy of unpacked samples, computed with transformers on one process."""
     from transformers import AutoModelForCausalLM
 
     attention = "eager" if family == "gpt_oss" else "sdpa"
@@ -355,6 +524,7 @@ def test_a_family_trains_as_plain_transformers_does(results, family):
     assert results.report(f"{family}-1")["steps"][0]["loss/mean"] == pytest.approx(loss.item(), rel=1e-5)
     tensors = results.tensors(f"{family}-1")
     for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
         difference = (tensors[f"gradient.{name}"] - parameter.grad).norm()
         assert difference <= 1e-5 * parameter.grad.norm(), name
 
@@ -372,12 +542,14 @@ def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results
     model = kind.from_pretrained(folder, attn_implementation=attention)
     tensors = results.tensors(name)
     for key, value in model.state_dict().items():
+        if key in model.all_tied_weights_keys:
+            continue  # compared under the name of the other weight
         trained = tensors.get(f"weight.{key}")
         assert torch.equal(value, source[key] if trained is None else trained), key  # or a buffer
 
 
 @pytest.mark.parametrize("name", ["lora-1", "lora-dense-1"])
-def test_of_a_policy_with_adapters_these_alone_are_trained(results, name):
+def test_only_the_adapters_of_a_policy_are_trained(results, name):
     tensors = results.tensors(name)
     trained = {key.removeprefix("gradient.") for key in tensors if key.startswith("gradient.")}
     assert trained and all(key.endswith(("lora_A", "lora_B")) for key in trained)
@@ -389,7 +561,7 @@ def test_of_a_policy_with_adapters_these_alone_are_trained(results, name):
     )
 
 
-def test_frozen_weights_are_kept_in_the_type_they_are_used_in(results):
+def test_frozen_weights_are_stored_in_the_type_of_the_computation(results):
     for key, value in results.tensors("lora-half-2").items():
         is_trained = key.endswith(("lora_A", "lora_B"))
         assert value.dtype == (torch.float32 if is_trained else torch.bfloat16), key
@@ -402,7 +574,7 @@ def test_frozen_weights_are_kept_in_the_type_they_are_used_in(results):
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_merged_into_their_base_are_the_trained_policy(results, name, tmp_path):
-    """Weight for weight to 1e-6, and the same log-probabilities by transformers alone."""
+    """All weights are equal to 1e-6, and transformers computes the same log-probabilities."""
     base, adapter, lora = exported_adapter(results, name)
     merge_adapter(base, adapter, tmp_path, version=3)
     verify_checksums(tmp_path)
@@ -434,7 +606,7 @@ def test_peft_loads_an_adapter_as_the_trained_policy(results, name):
 
 
 def exported_adapter(results: Results, name: str) -> tuple[Path, Path, dict[str, Any]]:
-    """Base model, adapter, and what the recipe said."""
+    """Return the base model, the adapter, and the LoRA settings of the recipe."""
     case = LAYOUTS[name]
     adapter = RunDir(results.folder / f"{name}-run").weights_step(3)
     return results.folder / case["model"], adapter, case["lora"]
@@ -458,8 +630,8 @@ def test_no_rank_holds_more_of_a_tensor_than_its_own_part_while_loading(results,
     ("name", "gathers", "scatters"),
     [("small", 1 + 4 * 4, 3), ("large", 1 + 4 * 4, 4 * 3), ("kept", 1 + 4 * 2, 3), ("whole", 1, 1)],
 )
-def test_collectives_of_a_step_of_four_forwards(results, name, gathers, scatters):
-    """Two blocks, gathered again for backward, and the rest, gathered once; a small model is one group, if it may be.
+def test_a_step_of_four_forwards_has_the_expected_collectives(results, name, gathers, scatters):
+    """Two blocks are gathered again for the backward pass, and the rest once; a small model can be one group.
 
     Gradients of small models are reduced once.
     """
@@ -473,8 +645,9 @@ def test_all_ranks_collect_garbage_at_the_same_step_and_at_no_other(results):
     assert results.report("large")["collections"] == [[0, 0, 0]] * 2
 
 
-def test_copies_are_averaged_once_a_step(results):
-    """Two forwards; of the five groups of weights, the experts' two are not cut within a copy and need no scatter."""
+def test_replicas_are_averaged_once_a_step(results):
+    """Two forward passes. Of the five weight groups, two of experts are not sharded within a replica: no
+    reduce-scatter."""
     counts = results.report("large-replicated")["collectives"]
     assert counts["_reduce_scatter_base_"] == 2 * 3
     totals_and_norm = results.report("large")["collectives"]["allreduce_"]
@@ -482,7 +655,8 @@ def test_copies_are_averaged_once_a_step(results):
     assert counts["allreduce_"] == totals_and_norm + 5 + 2 + 1
 
 
-# -- the roles, wired to the recipe --------------------------------------------------------------------------------------
+# -- the roles, wired to the recipe
+# --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -490,8 +664,8 @@ def tiny_experts(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=60, hidden=32, experts=4)
 
 
-def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_path, forked_ranks):
-    """Batches are cut for data ranks: two ranks that share every row read the same file."""
+def test_rl_with_context_and_expert_parallelism_equals_rl_on_one_rank(tiny_experts, tmp_path, forked_ranks):
+    """Batches are split for data ranks: two ranks that share every row read the same file."""
     model = tiny_experts / "model"
     runs = []
     for ranks, layout in ((1, {}), (2, {"context_parallel": 2, "expert_parallel": 2})):
@@ -504,7 +678,7 @@ def test_rl_with_shared_rows_and_experts_is_rl_on_one_rank(tiny_experts, tmp_pat
     np.testing.assert_allclose(curve(runs[1]), curve(runs[0]), rtol=1e-5, atol=1e-6)
 
 
-def test_sft_with_rows_shared_in_a_ring_is_sft_on_one_rank(tiny_experts, tmp_path, forked_ranks):
+def test_sft_with_ring_attention_equals_sft_on_one_rank(tiny_experts, tmp_path, forked_ranks):
     names = ("loss/mean", "optim/grad_norm", "progress/total_samples", "progress/num_tokens")
     runs = []
     for ranks, layout in ((1, {}), (2, {"context_parallel": 2, "context_style": "ring"})):

@@ -1,4 +1,5 @@
-"""Two real engines, one that reads prompts and one that decodes: blocks go over NIXL, and no request is lost with the first."""
+"""Two real engines, one for prefill and one for decoding: NIXL transfers the KV blocks, and no request fails when the
+prefill engine is killed."""
 
 from __future__ import annotations
 
@@ -9,17 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
-from primerl_hpc.common.files import wait_until
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import ensure_api_key
-from primerl_hpc.orchestrator.fleet import Fleet
-from tests.e2e.serving import Serving, hf_logprobs, save_variant
+from primerl_hpc.common.waiting import wait_until
+from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions
+from tests.support.serving import Serving, hf_logprobs, save_variant
 
 pytest.importorskip(
-    "nixl", reason="the package nixl (extra prefill), which carries KV blocks, is not installed"
+    "nixl", reason="the package nixl (extra prefill), which transfers KV blocks, is not installed"
 )
 pytestmark = pytest.mark.e2e
 
@@ -40,12 +39,12 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def prompt(first: int) -> list[int]:
-    """One that no cache has seen."""
+    """Return a prompt that no cache contains."""
     return [first, *PROMPT[1:]]
 
 
 def metrics(serving: Serving, name: str = DECODES) -> str:
-    return httpx.get(f"{serving.url(name)}/metrics", trust_env=False).text
+    return serving.client.get(f"{serving.url(name)}/metrics").text
 
 
 def count(text: str, line: str) -> float:
@@ -54,7 +53,7 @@ def count(text: str, line: str) -> float:
 
 
 def prefills(serving: Serving) -> tuple[float, float]:
-    """Prompts read by the other engine, and by the one that decodes."""
+    """Numbers of prompts that were prefilled by the other engine and by the decoding engine."""
     text = metrics(serving)
     return count(text, 'primerl_prefill_total{by="other"}'), count(text, 'primerl_prefill_total{by="self"}')
 
@@ -65,7 +64,7 @@ def pulled_tokens(serving: Serving) -> float:
 
 
 def is_empty(serving: Serving) -> bool:
-    """Whether the engine that prefills holds no blocks for anybody, as of a request of its own."""
+    """True if the prefill engine holds no blocks for other engines after a further request."""
     serving.generate([7, 8], 1, name=PREFILLS)
     usage = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics(serving, PREFILLS), re.MULTILINE)
     return [float(each) for each in usage] == [0.0]
@@ -76,18 +75,18 @@ def is_of(model: Path, asked: list[int], generated: dict) -> bool:
     return generated["logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_decoding_engine_pulls_the_prompt_and_samples_as_transformers_would(serving: Serving) -> None:
+def test_the_decode_engine_pulls_the_kv_blocks_and_samples_as_transformers_does(serving: Serving) -> None:
     others, own = prefills(serving)
     before = pulled_tokens(serving)
     generated = serving.generate(PROMPT)
     assert len(generated["token_ids"]) == 16 and is_of(serving.model, PROMPT, generated)
     assert prefills(serving) == (others + 1, own)
     assert pulled_tokens(serving) == before + len(PROMPT)
-    workers = serving.get("router-0", "/list_workers")["urls"]
-    assert workers == [serving.url(DECODES)]
+    engines = serving.get("router-0", "/primerl/engines")["engines"]
+    assert engines == [serving.url(DECODES)]
 
 
-def test_chat_streams_and_text_prompts_are_handed_over_too(serving: Serving) -> None:
+def test_chat_streams_and_text_prompts_are_prefilled_remotely_too(serving: Serving) -> None:
     others, own = prefills(serving)
     body = {
         "model": serving.recipe.model.name,
@@ -105,13 +104,13 @@ def test_chat_streams_and_text_prompts_are_handed_over_too(serving: Serving) -> 
     assert prefills(serving) == (others + 3, own)
 
 
-def test_an_update_reaches_both_and_what_is_pulled_afterwards_is_of_the_new_version(
+def test_an_update_reaches_both_engines_and_later_blocks_are_of_the_new_version(
     serving: Serving, tmp_path: Path
 ) -> None:
-    variant = save_variant(serving.model, tmp_path / "model", seed=7)
+    variant = save_variant(serving.model, serving.room(tmp_path) / "model", seed=7)
 
     async def update(model: Path, version: int) -> dict[str, int | None]:
-        fleet = Fleet(serving.run, ensure_api_key(serving.run), backoff_s=0.05)
+        fleet = Fleet(serving.run, serving.keys, FleetOptions(backoff_s=0.05))
         try:
             report = await fleet.update(model, version)
             assert report.is_served and not report.failed, report
@@ -131,7 +130,7 @@ def test_an_update_reaches_both_and_what_is_pulled_afterwards_is_of_the_new_vers
     wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=30)
 
 
-def test_a_killed_engine_that_prefilled_fails_no_request(serving: Serving) -> None:
+def test_a_killed_prefill_engine_fails_no_request(serving: Serving) -> None:
     others, own = prefills(serving)
     with ThreadPoolExecutor(8) as pool:
         asked = [prompt(first) for first in range(10, 34)]
@@ -143,4 +142,4 @@ def test_a_killed_engine_that_prefilled_fails_no_request(serving: Serving) -> No
     assert is_of(serving.model, asked[0], generated[0]) and is_of(serving.model, asked[-1], generated[-1])
     now = prefills(serving)
     assert now[0] > others and now[1] > own and sum(now) == others + own + len(asked)
-    assert "are read here" in serving.log(DECODES)
+    assert "prefilling locally" in serving.log(DECODES)

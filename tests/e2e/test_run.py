@@ -1,4 +1,4 @@
-"""The real system on CPU, as a user runs it: SFT, asynchronous RL whose reward rises, kills of every role, resume.
+"""The complete system on CPU, as a user runs it: SFT, asynchronous RL whose reward rises, kills of every role, resume.
 
 vLLM, the router, verifiers, torchrun with two ranks and the supervisor are all real; only the model is tiny.
 """
@@ -19,22 +19,25 @@ import pytest
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, read_jsonl
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.observe.snapshot import take_snapshot
-from tests.e2e.accounts import contradictions
-from tests.e2e.runs import (
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
+from tests.support.helpers import ROOT, is_alive, wait_for
+from tests.support.runs import (
     command,
     events,
+    find_process,
     last_step,
     process_of,
     processes_of,
+    told,
     versions_served,
     wait_for_end,
     wait_in_run,
 )
-from tests.support import ROOT, is_alive, wait_for
+from tests.support.terminal import Terminal
 
 pytestmark = pytest.mark.e2e
 
@@ -52,16 +55,36 @@ def test_sft_learns_and_exports_a_model_that_transformers_loads(warm_model: Path
     assert model.num_parameters() > 300_000 and AutoTokenizer.from_pretrained(weights).chat_template
 
 
-def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunDir], work: Path) -> None:
-    """kill -9 of each role in the middle of one run, which goes on in the same attempt, and the policy learns.
+def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
+    work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
+    run = RunDir(work / "runs" / "watched")
+    words = ("submit", "sft.yaml", "-p", "local", "--set", "max_steps=100", "--follow")
+    request.addfinalizer(lambda: [process.kill() for process in processes_of(run.root)])
+    with Terminal("primerl_hpc", *words, "--run-dir", str(run.root), cwd=work) as terminal:
+        terminal.wait_for("starting sft")
+        wait_in_run(run, lambda: find_process(run.root, "sft-0"), "the trainer's process")
+        before = processes_of(run.root)
+        terminal.press("\x03")
+        terminal.wait_for("the run continues")
+        assert terminal.end() == ExitCode.DONE, terminal.shown
+    assert wait_for_end(run) == RunState.DONE, told(run)
+    assert len(events(run, "attempt_started")) == 1 and not events(run, "stop_requested")
+    assert max(read_steps(run.metrics("sft"))) == 100
+    wait_for(lambda: not any(map(is_alive, before)), "every process to end", 10)
 
-    Servers are started again alone. Trainer and orchestrator go on together after the last checkpoint, with the engine
-    that lives: it serves a policy of the lost steps then, and must be brought back to the checkpoint's. The trainer
-    runs in a software environment of its own, which the profile names.
+
+def test_reward_rises_when_every_role_is_killed_once(start: Callable[..., RunDir], work: Path) -> None:
+    """SIGKILL for each role during one run, which continues in the same attempt, and the policy learns.
+
+    Servers restart individually. Trainer and orchestrator restart together from the last checkpoint, with the running
+    engine: it serves a policy of the lost steps and must be reset to that of the checkpoint. The trainer has its own
+    software environment, which the profile names.
     """
     profile, python = profile_with_a_trainers_own_environment(work)
     run = start("killed", profile=str(profile))
-    servers = [(1, "env_server-0", 1), (3, "router-0", 2), (5, "inference-0", 1)]
+    servers = [(1, "env_server-0", 1), (3, "router-0", 1), (5, "inference-0", 1)]
     learners = [(9, "trainer-0", 2), (13, "orchestrator-0", 1)]
     before_kills = []
     for step, name, depth in servers:
@@ -92,6 +115,12 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     incarnations = {name: each["incarnation"] for name, each in read_json(run.state)["processes"].items()}
     assert incarnations.pop("trainer-0") == incarnations.pop("orchestrator-0") == 2
     assert incarnations == {name: int(name in {each for _, each, _ in servers}) for name in incarnations}
+    starts = {row["process"]: row["phases"] for row in events(run, "role_ready") if row.get("phases")}
+    assert {"launch", "imports and arguments", "model", "engine", "first token"} <= starts[
+        "inference-0"
+    ].keys()
+    assert list(starts["trainer-0"]) == ["launch", "imports", "process group", "model"]
+    assert list(starts["orchestrator-0"])[-2:] == ["engines and environments", "first rollout"]
     live = versions_served(run)
     assert [after for before, after in pairwise(live) if after < before] == [8, 12] and live[-1] == 16
 
@@ -100,23 +129,30 @@ def test_reward_rises_though_every_role_is_killed_once(start: Callable[..., RunD
     assert before < 0.75 and after > before + 0.2 and after > 0.75, (before, after)
     steps = read_steps(run.metrics("trainer"))
     assert list(steps) == list(range(1, 17)) and run.latest_checkpoint() == 16
-    mismatch = [row["mismatch_kl/all/mean"] for row in steps.values()]
-    assert sum(mismatch[-3:]) / 3 <= 0.01 and max(mismatch) <= 0.02
-    # the first batch of a recovery was sampled by the checkpoint's own policy: an engine of another one would show
-    assert max(steps[after + 1]["mismatch_kl/all/mean"] for after in (8, 12)) <= 1e-6
+    # the first batch of a recovery may contain rollouts that waited in the checkpoint's queue
+    stale, fresh = mismatch_with_and_without_staleness(run)
+    assert stale <= 0.1 and fresh <= 1e-6
 
 
 def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     start: Callable[..., RunDir], work: Path
 ) -> None:
-    """Three ends and three resumes of one run, each from its last checkpoint; no end leaves a process behind."""
+    """End one run three times and resume it from its last checkpoint each time; no process remains after an end.
+
+    Its checkpoints and policy versions are in another folder than the run directory.
+    """
+    profile = work / "with-storage.yaml"
+    storage = "storage: {project: {path: $PRIMERL_HOME/project, holds: [checkpoints, weights]}}\n"
+    profile.write_text((ROOT / "cluster_profiles" / "local.yaml").read_text() + storage)
     run = start(
         "resumed",
         "max_steps=16",
         *SMALL,
+        "layout.trainer.ranks=1",
         "recovery.in_place=false",
         "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
         "rollouts.adaptive_concurrency.start=64",
+        profile=str(profile),
     )
 
     # recovery inside the allocation is off: the death of a trainer's rank is the end of the attempt
@@ -150,11 +186,13 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
 
     done = command("resume", run.root.name, "--follow", cwd=work, timeout_s=600, check=False)
     assert done.returncode == ExitCode.DONE, done.stdout[-2000:] + done.stderr
-    assert f"goes on after step {last_saved}" in done.stdout
+    assert f"continues after step {last_saved}" in done.stdout
     assert [steps_of(run, attempt)[0] for attempt in (1, 2, 3, 4)] == [
         *(1, 5, cancelled_at + 1, last_saved + 1)
     ]
     assert steps_of(run, 4)[-1] == run.latest_checkpoint() == 16
+    (elsewhere,) = (work / "state" / "project").iterdir()
+    assert (elsewhere / "checkpoints" / "step_16").is_dir() and (elsewhere / "weights" / "step_16").is_dir()
     state = read_json(run.checkpoint_side(16, "orchestrator") / "state.json")
     (curriculum,) = state["sampler"]["curricula"]
     pooled = [task for pool in curriculum["pools"].values() for task in pool]
@@ -171,9 +209,9 @@ def steps_of(run: RunDir, attempt: int) -> list[int]:
 
 
 def profile_with_a_trainers_own_environment(folder: Path) -> tuple[Path, Path]:
-    """A profile of this machine that names another interpreter for the trainer, and that interpreter.
+    """A profile of this machine with another interpreter for the trainer, and that interpreter.
 
-    Its packages are those of this environment: what is shown is that the two need not be one.
+    It uses the packages of this environment; the test shows that the interpreters may differ.
     """
     venv.create(folder / "trainer-venv", symlinks=True, with_pip=False)
     (packages,) = (folder / "trainer-venv" / "lib").glob("python*/site-packages")

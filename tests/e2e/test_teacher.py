@@ -1,4 +1,5 @@
-"""Distillation on CPU, as a user runs it: a policy that copies half of the words learns from a teacher that reverses them."""
+"""Distillation on CPU, as a user runs it: a policy that copies half of the words learns from a teacher that reverses
+them."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from threading import Event
 import pytest
 
 from primerl_hpc.common.files import read_json
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import STABLE, RunDir
-from primerl_hpc.inference.mirror import Mirror
-from primerl_hpc.transport.weights import Chain
-from tests.api import Request, chat_completion, serve
-from tests.e2e.accounts import contradictions
-from tests.e2e.runs import (
+from primerl_hpc.inference.worker.mirror import Mirror
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.step_dirs import STABLE
+from primerl_hpc.transport.weights.types import DeltaChain
+from tests.support.accounts import contradictions
+from tests.support.api import Request, chat_completion, serve
+from tests.support.runs import (
     SFT_RECIPE,
     START_S,
     TINY,
@@ -35,7 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 10
 SHORT = (
     f"max_steps={STEPS}",
-    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 64}}]",
+    f"environments.eval=[{{id: reverse-text, name: held-out, args: {{split: test}}, interval: {STEPS}, num_tasks: 64}}]",  # noqa: E501
     "checkpoint.interval=null",
     "optimizer.lr=1.0e-3",
     "scheduler.warmup_steps=0",
@@ -44,7 +46,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def better_model(work: Path, warm_model: Path) -> Path:
-    """The warm model, taught further by the right demonstrations alone."""
+    """The warm model after further SFT on correct demonstrations only."""
     rows = map(json.loads, (work / "outputs" / "tiny" / "sft.jsonl").read_text().splitlines())
     right = [json.dumps(row) for row in rows if row["completion"] == row["prompt"][::-1]]
     (work / "right.jsonl").write_text("\n".join(right))
@@ -67,7 +69,7 @@ def assert_it_learnt(run: RunDir, loss: str) -> None:
         assert {name for name in ("ce", "ref_kl") if f"loss/{name}" in row} == {loss}, row
 
 
-def test_opd_learns_from_a_teacher_that_is_killed_and_started_again_and_its_engine_follows_deltas(
+def test_opd_learns_from_a_teacher_that_is_restarted_and_its_engine_follows_deltas(
     start: Callable[..., RunDir], better_model: Path, work: Path, tmp_path: Path
 ) -> None:
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
@@ -87,30 +89,30 @@ def test_opd_learns_from_a_teacher_that_is_killed_and_started_again_and_its_engi
 
 
 def assert_links_lead_to_the_whole_versions(run: RunDir, node: Path) -> None:
-    """An engine that knows only the first version comes by links alone to the bytes of the last, as the run's engine did."""
+    """An engine with the first version obtains the bytes of the last one from deltas only, as the run's engine did."""
     whole = run.stable_weights()
     assert {1, 4, 8, STEPS} <= set(whole) < set(range(1, STEPS + 1))
     assert run.list_steps(run.deltas, STABLE) == list(range(2, STEPS + 1))
     assert not run.full_weights_request.exists()
     links = tuple((version, str(run.delta_step(version))) for version in range(2, STEPS + 1))
-    folder = Mirror(node).bring_to(Chain(str(run.weights_step(1)), 1, links), STEPS)
+    folder = Mirror(node).update_to(DeltaChain(str(run.weights_step(1)), 1, links), STEPS)
     for shard in folder.glob("*.safetensors"):
         assert shard.read_bytes() == (run.weights_step(STEPS) / shard.name).read_bytes(), shard.name
     assert versions_served(run)[-1] == STEPS
     log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")
-    assert f"from {run.delta_step(STEPS)}" in log and "copied anew" not in log
+    assert f"from {run.delta_step(STEPS)}" in log and "; copying policy version" not in log
 
 
 @dataclass
 class Api:
     url: str
     is_open: Event
-    """Until then it answers the run's question whether it is there, and makes rollouts wait."""
+    """Until then it responds to health checks of the run, and rollouts wait."""
 
 
 @pytest.fixture
 def reversing_api() -> Iterator[Api]:
-    """Somebody else's chat API, whose model reverses words; its key is ``theirs``."""
+    """An external chat API whose model reverses words; its key is ``theirs``."""
     is_open = Event()
 
     def answer(request: Request) -> tuple[int, dict]:
@@ -125,7 +127,7 @@ def reversing_api() -> Iterator[Api]:
         is_open.set()
 
 
-def test_sft_distill_learns_from_the_replies_of_any_chat_api_and_sends_its_policy_to_an_engine_that_is_killed(
+def test_sft_distill_learns_from_any_chat_api_and_updates_an_engine_that_is_killed(
     start: Callable[..., RunDir], reversing_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "theirs")

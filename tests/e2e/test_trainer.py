@@ -1,6 +1,7 @@
-"""The trainer as its role: real torchrun groups on CPU, on rollouts made here."""
+"""The trainer as a role: real torchrun groups on CPU, on synthetic rollouts."""
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -16,20 +17,31 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.errors import ExitCode  # noqa: E402
-from primerl_hpc.common.files import read_json, wait_until, write_text  # noqa: E402
-from primerl_hpc.common.metrics import read_steps  # noqa: E402
-from primerl_hpc.common.names import Role  # noqa: E402
-from primerl_hpc.common.rundir import STABLE, RunDir  # noqa: E402
+from primerl_hpc.common.files import read_json, write_json, write_text  # noqa: E402
+from primerl_hpc.common.names import Kind, Role  # noqa: E402
+from primerl_hpc.common.waiting import wait_until  # noqa: E402
 from primerl_hpc.launch.fork import import_checkpoint  # noqa: E402
-from primerl_hpc.recipe.schema import Recipe  # noqa: E402
-from primerl_hpc.trainer.saver import Saver  # noqa: E402
-from primerl_hpc.trainer.sft import train_sft  # noqa: E402
+from primerl_hpc.launch.resume.rewind import rewind  # noqa: E402
+from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402
+from primerl_hpc.run.metrics import read_steps  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
+from primerl_hpc.run.step_dirs import STABLE  # noqa: E402
+from primerl_hpc.trainer.checkpoint.saver import Saver  # noqa: E402
+from primerl_hpc.trainer.sft_loop import train_sft  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
-from primerl_hpc.transport.rollouts import StepInfo  # noqa: E402
-from primerl_hpc.transport.rollouts_filesystem import FilesystemSender  # noqa: E402
-from primerl_hpc.transport.weights_filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
-from tests.e2e.forked_ranks import ForkedRanks  # noqa: E402
-from tests.support import end_role, make_plan, make_tiny_model, process_plan, random_row, run_role, start_role  # noqa: E402
+from primerl_hpc.transport.rollouts.filesystem import FilesystemSender  # noqa: E402
+from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
+from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
+from tests.support.forked_ranks import ForkedRanks  # noqa: E402
+from tests.support.helpers import (  # noqa: E402
+    end_role,
+    make_plan,
+    make_tiny_model,
+    process_plan,
+    random_row,
+    run_role,
+    start_role,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -68,7 +80,7 @@ def make_run(folder: Path, recipe: dict, model: Path, *, ranks: int, role: Role 
 
 
 def send(run: RunDir, steps, *, ranks: int, spoil: bool = False) -> None:
-    """The same rows whatever the number of ranks they are dealt to."""
+    """Send the same rows for any number of ranks."""
     for step in steps:
         rng = np.random.default_rng(step)
         rows = [random_row(rng, rng.integers(5, 40, 3).tolist(), num_envs=2) for _ in range(ROWS)]
@@ -93,7 +105,8 @@ def deal(run: RunDir, steps, *, ranks: int) -> None:
 
 
 def curve(run: RunDir, role: str = "trainer", *names: str) -> np.ndarray:
-    names = names or ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/b/mean")
+    kl = ("mismatch_kl/b/mean", "mismatch_kl/b/std", "mismatch_kl/b/max")
+    names = names or ("loss/mean", "optim/grad_norm", "optim/zero_grad_ratio", "entropy/all/mean", *kl)
     return np.array([[row[name] for name in names] for row in read_steps(run.metrics(role)).values()])
 
 
@@ -103,7 +116,7 @@ def outcome(run: RunDir, name: str = "trainer-0") -> dict:
 
 @pytest.fixture(scope="module")
 def straight(tiny, tmp_path_factory) -> RunDir:
-    """Three RL steps on one rank, nothing special."""
+    """Three RL steps on one rank with default settings."""
     run = make_run(tmp_path_factory.mktemp("straight"), rl_recipe(tiny / "model"), tiny / "model", ranks=1)
     send(run, (1, 2, 3), ranks=1)
     code, log = run_role(run, "main", "trainer-0")
@@ -112,7 +125,7 @@ def straight(tiny, tmp_path_factory) -> RunDir:
     return run
 
 
-def test_trainer_ends_done_with_a_whole_policy_version_per_step(straight):
+def test_the_trainer_completes_with_one_complete_policy_version_per_step(straight):
     assert outcome(straight) == {"process": "trainer-0", "outcome": "done", "step": 3}
     reader = FilesystemWeightReader(straight)
     assert reader.newest() == 3
@@ -151,7 +164,7 @@ def test_losses_and_gradients_do_not_depend_on_the_number_of_ranks(
 
 
 def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny, tmp_path, forked_ranks):
-    """Stopped while waiting for a batch: the last step is saved though no checkpoint was due."""
+    """When the trainer is stopped while it waits for a batch, the last step is saved although no checkpoint was due."""
     model = tiny / "model"
     run = make_run(tmp_path, rl_recipe(model), model, ranks=2)
     send(run, (1, 2), ranks=2)
@@ -179,7 +192,8 @@ def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny
 
 
 def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path, forked_ranks):
-    """Straight on one rank; the same on three, then from their checkpoint on two. Four experts: 2, 2 and 0 per rank."""
+    """Compare an uninterrupted run on one rank with one on three ranks that resumes on two. Four experts: 2, 2 and 0
+    per rank."""
     model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
     muon = {"type": "muon", "lr": 3e-3}
     straight = make_run(tmp_path / "straight", rl_recipe(model, optimizer=muon), model, ranks=1)
@@ -200,7 +214,7 @@ def test_muon_on_experts_does_not_depend_on_ranks_and_resumes(tmp_path, forked_r
     np.testing.assert_allclose(curve(run), curve(straight), rtol=1e-4, atol=1e-6)
 
 
-def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persist(
+def test_non_finite_gradients_are_skipped_by_all_ranks_and_end_the_run_if_they_persist(
     tiny, tmp_path, forked_ranks
 ):
     recipe = rl_recipe(tiny / "model", max_steps=9)
@@ -211,7 +225,7 @@ def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persis
     assert forked_ranks(run, "trainer-0")[0] == ExitCode.NO_CONTINUE
     error = read_json(run.control / "errors" / "trainer-0.json")
     assert error["exit_code"] == ExitCode.NO_CONTINUE
-    assert "not finite in 2 steps in a row, the last one 4" in error["message"]
+    assert "not finite in 2 consecutive steps, the last one 4" in error["message"]
     assert curve(run, "trainer", "optim/skipped", "loss/nan_count").tolist() == [[1, 1], [0, 0], [1, 1]]
     for shard in run.weights_step(2).glob("model-*"):
         skipped = load_file(run.weights_step(3) / shard.name)
@@ -219,7 +233,7 @@ def test_bad_gradients_are_skipped_by_all_ranks_and_end_the_run_when_they_persis
 
 
 def test_a_hung_rank_is_named_with_its_stack_and_the_collective_it_misses(tiny, tmp_path):
-    """Rank 1's file of the batch is a pipe that nobody writes to."""
+    """Rank 1's file of the batch is a pipe without a writer."""
     run = make_run(
         tmp_path, rl_recipe(tiny / "model", timeouts={"trainer_hang_s": 6}), tiny / "model", ranks=2
     )
@@ -237,7 +251,7 @@ def test_a_hung_rank_is_named_with_its_stack_and_the_collective_it_misses(tiny, 
     assert "read_rank" in "".join(stacks)
 
 
-def test_a_model_folder_without_its_parts_is_refused_in_one_sentence(tmp_path):
+def test_an_incomplete_model_folder_is_refused_in_one_sentence(tmp_path):
     run = make_run(tmp_path / "run", rl_recipe(tmp_path / "none"), tmp_path / "none", ranks=1)
     code, log = run_role(run, "main", "trainer-0")
     assert code != 0
@@ -265,8 +279,8 @@ def tied_model(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["experts", "tied"])
-def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, forked_ranks, kind):
-    """Per-expert names on disk, fused in memory; tied heads; 101 or 104 rows cut for three ranks."""
+def test_exported_tensors_equal_the_loaded_ones_without_training(tmp_path, forked_ranks, kind):
+    """Names per expert on disk and fused tensors in memory; tied heads; 101 or 104 rows sharded over three ranks."""
     if kind == "experts":
         model = make_tiny_model(tmp_path / "moe", experts=4, rows=1, hidden=32, layers=2) / "model"
     else:
@@ -285,7 +299,7 @@ def test_exported_tensors_are_the_loaded_ones_when_nothing_is_learned(tmp_path, 
         torch.testing.assert_close(load_file(folder / file)[name], base[name], rtol=0, atol=1e-12)
 
 
-# -- supervised ----------------------------------------------------------------------------------------------------------
+# -- supervised ------------------------------------------------------------------------------------
 
 
 def sft_recipe(tiny: Path, **changes) -> dict:
@@ -318,14 +332,16 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     model = {"name": str(bare), "tokenizer": str(tiny / "model")}
     recipe = sft_recipe(tiny, model={**sft_recipe(tiny)["model"], **model})
     validation = recipe["sft"]["validation"]
-    validation["data"]["num_rows"], validation["at_start"] = (
-        1,
-        True,
-    )  # one of two ranks has nothing to validate
+    # one of two ranks has nothing to validate
+    validation["data"]["num_rows"], validation["at_start"] = (1, True)
     run = make_run(tmp_path / "run", recipe, bare, ranks=2, role=Role.SFT)
+    write_json(run.profile_request, {"id": "first", "steps": 2, "ranks": [1]})
     code, log = forked_ranks(run, "sft-0")
     assert code == 0, log
     assert outcome(run, "sft-0")["outcome"] == "done"
+    with gzip.open(run.profile_trace("first", 1), "rt") as trace:
+        named = [event.get("name") for event in json.load(trace)["traceEvents"]]
+    assert "aten::mm" in named and not run.profile_trace("first", 0).exists()
     losses = curve(run, "sft", "loss/mean")[:, 0]
     assert losses[0] > 4
     assert losses[-1] < 3
@@ -341,7 +357,7 @@ def test_sft_learns_validates_and_leaves_a_model_that_transformers_loads(tiny, t
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny / "model").chat_template
 
 
-def test_sft_row_without_its_columns_is_named(tiny, tmp_path, forked_ranks):
+def test_an_sft_row_without_its_columns_is_named(tiny, tmp_path, forked_ranks):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     recipe = sft_recipe(tiny)
     recipe["sft"] = {"data": {"path": str(tmp_path / "bad.jsonl")}}
@@ -358,8 +374,8 @@ class DeathError(Exception):
     pass
 
 
-def test_a_version_to_keep_is_there_before_the_checkpoint_of_its_step(tiny, one_rank, monkeypatch, tmp_path):
-    """A life that begins at the checkpoint trains that step no more: nobody would write the version."""
+def test_a_version_to_keep_exists_before_the_checkpoint_of_its_step(tiny, one_rank, monkeypatch, tmp_path):
+    """An incarnation that resumes from the checkpoint does not repeat that step, so the version would be missing."""
     checkpoint = {"interval": 1, "asynchronous": False}
     recipe = sft_recipe(tiny, max_steps=2, checkpoint=checkpoint, weights={"interval": 1})
     process = process_plan(Role.SFT, accelerators=1)
@@ -374,12 +390,12 @@ def test_a_version_to_keep_is_there_before_the_checkpoint_of_its_step(tiny, one_
     watchdog = Watchdog(run, "sft-0", rank=0, size=1, timeout_s=600)
     with pytest.raises(DeathError):
         train_sft(plan.phases[0], run, one_rank, watchdog)
-    watchdog.rest()
+    watchdog.pause()
     assert run.latest_checkpoint() == 1
     assert list(run.stable_weights()) == [1]
 
 
-def test_a_save_that_failed_beside_training_is_made_up_for_at_a_following_step(tiny, one_rank, tmp_path):
+def test_a_failed_background_save_is_repeated_at_a_following_step(tiny, one_rank, tmp_path):
     recipe = sft_recipe(tiny, max_steps=39, checkpoint={"interval": 20, "at_end": False})
     del recipe["sft"]["validation"]
     process = process_plan(Role.SFT, accelerators=1)
@@ -388,13 +404,13 @@ def test_a_save_that_failed_beside_training_is_made_up_for_at_a_following_step(t
     write_text(run.checkpoint(20), "not a folder")
     watchdog = Watchdog(run, "sft-0", rank=0, size=1, timeout_s=600)
     assert train_sft(plan.phases[0], run, one_rank, watchdog) == ("done", 39)
-    watchdog.rest()
+    watchdog.pause()
     (saved,) = run.complete_checkpoints()
     assert 20 < saved < 40
     assert read_steps(run.metrics("sft"))[39]["checkpoint/failed"] == 1
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +435,7 @@ def finished_sft(forked_ranks: ForkedRanks, folder: Path, recipe: dict, tiny: Pa
 
 
 def kill_all(process) -> None:
-    """SIGKILL to torchrun and every rank at once."""
+    """Send SIGKILL to torchrun and every rank at the same time."""
     family = psutil.Process(process.pid)
     for member in [*family.children(recursive=True), family]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -428,9 +444,9 @@ def kill_all(process) -> None:
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp_path, forked_ranks):
-    """Once in the middle of a save, once at a moment of a step, both drawn by lot; each step is saved beside the next.
+    """Kill once during a save and once during a step, both at random times; each step is saved during the next one.
 
-    `tools/bench/kills.py` kills again and again, also trainers of experts and of adapters.
+    `tools/bench/kills.py` repeats kills many times, also for trainers of experts and of adapters.
     """
     run = make_run(tmp_path, long_sft(tiny), tiny / "model", ranks=2, role=Role.SFT)
     rng = np.random.default_rng()
@@ -457,16 +473,57 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
         assert 2 <= (run.latest_checkpoint() or 0) < 10
     code, log = forked_ranks(run, "sft-0")
     assert code == 0, log
-    shards = sorted(path.name for path in saved_sft.weights_step(10).glob("*.safetensors"))
-    assert shards
-    for name in shards:
-        expected = (saved_sft.weights_step(10) / name).read_bytes()
-        assert (run.weights_step(10) / name).read_bytes() == expected, (
-            f"{name}, killed {share} of a step after {lot}"
-        )
+    assert shards_of(run, 10) == shards_of(saved_sft, 10), f"killed {share} of a step after {lot}"
 
 
-def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, tiny, tmp_path, forked_ranks):
+def shards_of(run: RunDir, version: int) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in run.weights_step(version).glob("*.safetensors")}
+    assert found
+    return found
+
+
+def test_a_run_that_returns_to_any_kept_step_ends_with_the_same_bits(saved_sft, tmp_path, forked_ranks):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(saved_sft.root, run.root)
+    plan = read_json(run.plan)
+    write_json(run.plan, {**plan, "run_dir": str(run.root)})
+    kept, expected = saved_sft.complete_checkpoints(), shards_of(saved_sft, 10)
+    assert kept == list(range(1, 11))
+    for step in reversed(kept[:-1]):
+        folder = rewind(run, Kind.SFT, step).folder
+        assert folder is not None and run.latest_checkpoint() == step
+        assert list(read_steps(run.metrics("sft")))[-1] == step
+        code, log = forked_ranks(run, "sft-0")
+        assert code == 0, log
+        assert f"resumed from checkpoint {step}" in log
+        assert list(read_steps(run.metrics("sft"))) == kept
+        assert shards_of(run, 10) == expected, f"after a return to step {step}"
+        assert (folder / "checkpoints" / "step_10").is_dir()
+
+
+def test_a_trainer_of_rollouts_that_returns_to_any_kept_step_ends_with_the_same_bits(
+    tiny, tmp_path, forked_ranks
+):
+    trainer = rl_recipe(tiny / "model")["trainer"] | {"deterministic": True}
+    changes = {"max_steps": 4, "checkpoint": {"interval": 1, "keep_last": 9}, "trainer": trainer}
+    run = make_run(tmp_path, rl_recipe(tiny / "model", **changes), tiny / "model", ranks=2)
+
+    def train(after: int) -> dict[str, bytes]:
+        send(run, range(after + 1, 5), ranks=2)
+        code, log = forked_ranks(run, "trainer-0")
+        assert code == 0, log
+        for step in range(after + 1, 5):
+            assert run.finish_checkpoint_side(step, "orchestrator", ("trainer", "orchestrator"))
+        assert list(read_steps(run.metrics("trainer"))) == [1, 2, 3, 4]
+        return shards_of(run, 4)
+
+    expected = train(0)
+    for step in (3, 2, 1):
+        assert rewind(run, Kind.RL, step).steps["checkpoints"] == list(range(step + 1, 5))
+        assert train(step) == expected, f"after a return to step {step}"
+
+
+def test_a_fork_continues_another_run_without_the_excluded_state(saved_sft, tiny, tmp_path, forked_ranks):
     names = ("loss/mean", "optim/lr", "progress/total_samples", "progress/num_tokens")
 
     def forked(name: str, **changes) -> np.ndarray:
@@ -489,8 +546,10 @@ def test_a_fork_continues_another_run_and_leaves_out_what_it_is_told(saved_sft, 
     assert saved_sft.complete_checkpoints() == list(range(1, 11))
 
 
-def test_a_checkpoint_goes_on_elsewhere_to_the_same_weights(saved_sft, tiny, tmp_path, forked_ranks):
-    """From step 6 of two ranks on one: the samples, the losses, and in the end every weight to 1e-6."""
+def test_a_checkpoint_continues_on_another_layout_to_the_same_weights(
+    saved_sft, tiny, tmp_path, forked_ranks
+):
+    """Continue step 6 of two ranks on one rank: samples and losses are equal, and finally every weight to 1e-6."""
     shutil.copytree(saved_sft.root, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     run.delete_after(6)
@@ -505,7 +564,7 @@ def test_a_checkpoint_goes_on_elsewhere_to_the_same_weights(saved_sft, tiny, tmp
             assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny, tmp_path, forked_ranks):
+def test_a_weights_only_checkpoint_resumes_and_a_damaged_shard_is_refused(tiny, tmp_path, forked_ranks):
     checkpoint = {"interval": 1, "weights_only": True, "asynchronous": False}
     run = finished_sft(
         forked_ranks, tmp_path, long_sft(tiny, max_steps=2, checkpoint=checkpoint), tiny, ranks=1
@@ -524,4 +583,68 @@ def test_weights_alone_are_saved_and_resumed_and_a_damaged_shard_is_refused(tiny
     error = read_json(run.control / "errors" / "sft-0.json")
     assert error["exit_code"] == ExitCode.DATA
     assert f"{run.checkpoint_side(3, 'trainer')}: the checkpoint is damaged: {shard.name}" in error["message"]
-    assert error["message"].endswith("to go on from checkpoint 2")
+    assert error["message"].endswith("to continue from checkpoint 2")
+
+
+FLOAT16 = {"param_dtype": "float16", "loss_scale_growth": 2, "activation_checkpointing": "full"}
+
+
+def send_overflowing(run: RunDir, step: int, *, ranks: int, advantage: float) -> None:
+    """Send one row per rank; the last rank's has a gradient that overflows float16, and a finite loss."""
+    rng = np.random.default_rng(step)
+    rows = [random_row(rng, [12, 9], num_envs=2) for _ in range(ranks)]
+    rows[-1].advantages[:] = advantage
+    FilesystemSender(run).send(StepInfo(step=step, env_names=["a", "b"]), [[row] for row in rows])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_a_resumed_run_has_the_same_bits(
+    tiny, tmp_path, forked_ranks, ranks
+):
+    def train(folder: str, to: int, steps: tuple[int, ...]) -> RunDir:
+        recipe = rl_recipe(tiny / "model", trainer=FLOAT16, weights={"interval": 1}, max_steps=to)
+        run = make_run(tmp_path / folder, recipe, tiny / "model", ranks=ranks)
+        for step in steps:
+            if step == 2:
+                send_overflowing(run, step, ranks=ranks, advantage=1e6)
+            else:
+                send(run, (step,), ranks=ranks)
+        code, log = forked_ranks(run, "trainer-0")
+        assert code == 0, log
+        return run
+
+    straight = train("straight", 5, (1, 2, 3, 4, 5))
+    # halved by step 2, doubled by steps 3 and 4
+    scales = [65536, 65536, 32768, 32768, 65536]
+    assert curve(straight, "trainer", "optim/loss_scale").ravel().tolist() == scales
+    assert curve(straight, "trainer", "optim/skipped", "loss/nan_count").T.tolist() == [
+        [0, 1, 0, 0, 0],
+        [0] * 5,
+    ]
+    before, skipped, after = (exported(straight, version) for version in (1, 2, 3))
+    assert before and all(torch.equal(value, skipped[name]) for name, value in before.items())
+    assert not any(torch.equal(value, after[name]) for name, value in before.items() if value.ndim == 2)
+
+    resumed = train("resumed", 3, (1, 2, 3))  # between the steps that double the scale
+    assert resumed.finish_checkpoint_side(3, "orchestrator", ("trainer", "orchestrator"))
+    train("resumed", 5, (4, 5))
+    assert curve(resumed, "trainer", "optim/loss_scale").ravel().tolist() == scales
+    last = exported(straight, 5)
+    assert all(torch.equal(value, last[name]) for name, value in exported(resumed, 5).items())
+
+
+def exported(run: RunDir, version: int) -> dict:
+    return {k: v for shard in run.weights_step(version).glob("model-*") for k, v in load_file(shard).items()}
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run(tiny, tmp_path, forked_ranks):
+    recipe = rl_recipe(tiny / "model", trainer=FLOAT16 | {"loss_scale": 2.0}, max_steps=9)
+    run = make_run(tmp_path, recipe, tiny / "model", ranks=1)
+    for step in (1, 2):
+        send_overflowing(run, step, ranks=1, advantage=1e12)
+    assert forked_ranks(run, "trainer-0")[0] == ExitCode.NO_CONTINUE
+    error = read_json(run.control / "errors" / "trainer-0.json")
+    assert error["message"].startswith(
+        "gradients of step 2 overflow float16 although the scale of the loss is only 1;"
+    )
+    assert curve(run, "trainer", "optim/loss_scale", "optim/skipped").tolist() == [[2, 1]]

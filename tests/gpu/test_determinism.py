@@ -1,4 +1,4 @@
-"""``trainer.deterministic`` on a GPU: what tests/e2e/test_trainer.py shows on CPUs."""
+"""``trainer.deterministic`` on a GPU; tests/e2e/test_trainer.py tests it on CPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.e2e.test_trainer import finished_sft, long_sft  # noqa: E402
-from tests.support import make_tiny_model  # noqa: E402
+from tests.support.helpers import make_tiny_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

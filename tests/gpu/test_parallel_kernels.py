@@ -1,4 +1,4 @@
-"""What only GPUs can show of the trainer's parallelism: flash kernels under our attention function, DeepEP under our dispatcher."""
+"""GPU-only parts of the trainer's parallelism: flash kernels in the attention function, DeepEP in the dispatcher."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from primerl_hpc.trainer.parallel.attention import whole_rows  # noqa: E402
+from primerl_hpc.trainer.parallel.attention import full_rows  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 from primerl_hpc.trainer.parallel.deepep import DeepEPDispatcher  # noqa: E402
 from primerl_hpc.trainer.parallel.dispatch import TorchDispatcher  # noqa: E402
+from primerl_hpc.trainer.parallel.flash import States  # noqa: E402
+from primerl_hpc.trainer.parallel.ring import MatrixBlocks  # noqa: E402
+from primerl_hpc.trainer.parallel.ring_flash import FlashBlocks  # noqa: E402
+from tests.support.spawned_ranks import spawn_ranks  # noqa: E402
+from tests.unit.trainer.test_flash import results_of_ring  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +27,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("inner", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("inner", ["sdpa", "eager", "varlen", "flash_attention_2"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_kernel_keeps_samples_of_a_row_apart(inner, window):
     """Two packed rows in bfloat16 against plain matrices in float32."""
@@ -37,17 +42,55 @@ def test_every_kernel_keeps_samples_of_a_row_apart(inner, window):
 
     def run(kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
         packing = Packing(Context(), positions, kind)
-        out = whole_rows(*(each.to(dtype) for each in inputs), packing, 0.125, 0.0, window, None)
+        out = full_rows(States(*(each.to(dtype) for each in inputs)), packing, 0.125, 0.0, window, None)
         return [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
 
     for found, expected in zip(run(inner, torch.bfloat16), run("eager", torch.float32), strict=True):
         torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+def test_flash_attention_computes_sinks_and_their_gradient(window, has_sinks):
+    torch.manual_seed(0)
+    positions = torch.cat([torch.arange(100), torch.arange(28)])[None].cuda()
+    shapes = [(1, 8, 128, 64), (1, 2, 128, 64), (1, 2, 128, 48), (8,)][: 4 if has_sinks else 3]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    results = []
+    for kind, dtype in (("varlen", torch.bfloat16), ("eager", torch.float32)):
+        query, key, value, *sinks = (each.to(dtype) for each in inputs)
+        states, packing = States(query, key, value), Packing(Context(), positions, kind)
+        out = full_rows(states, packing, 0.125, 0.0, window, sinks[0] if has_sinks else None)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        assert (found.float() - expected.float()).norm() < 0.02 * expected.float().norm()
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_flash_blocks_of_a_ring_compute_what_plain_matrices_compute(window):
+    """Three ranks, one after the other. Samples start just before the ends of pieces, where windows are cut."""
+    torch.manual_seed(0)
+    lengths = [47, 60, 2, 83]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in (lengths, lengths[::-1])])
+    positions = positions.cuda()
+    shapes = [(2, heads, 192, 64) for heads in (8, 2, 2)]
+    states = States(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes))
+    grad_out = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    is_read = torch.ones_like(positions, dtype=torch.bool)
+    for rank in range(3):
+        packing = Packing(Context("ring", rank, 3), positions)
+        found, expected = (
+            results_of_ring(kind(packing, 0.125, window), states, grad_out, is_read)
+            for kind in (FlashBlocks, MatrixBlocks)
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 0.02 * other.norm()
+
+
 @pytest.mark.skipif(find_spec("deep_ep") is None, reason="needs DeepEP")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_deepep_carries_what_all_to_all_carries(tmp_path):
-    torch.multiprocessing.spawn(compare_dispatchers, args=(str(tmp_path / "store"),), nprocs=2)
+    spawn_ranks(compare_dispatchers, 2, str(tmp_path / "store"))
 
 
 def compare_dispatchers(rank: int, store: str) -> None:

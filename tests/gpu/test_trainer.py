@@ -1,4 +1,4 @@
-"""The trainer on one GPU beside itself: what tests/e2e/test_parallel.py and test_trainer.py show on CPUs. float32, tiny models.
+"""The trainer on one GPU compared with itself, in float32 with tiny models; tests/e2e tests the same on CPUs.
 
 `DEVICE` is the CPU where there is no GPU: without the marks every test here runs there too.
 """
@@ -20,15 +20,15 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
-from primerl_hpc.common.rundir import RunDir  # noqa: E402
-from primerl_hpc.trainer import optim  # noqa: E402
-from primerl_hpc.trainer.checkpoint import SIDE, checkpoint_tensors  # noqa: E402
-from primerl_hpc.trainer.core import Core  # noqa: E402
-from primerl_hpc.trainer.saver import Saver  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
+from primerl_hpc.trainer.checkpoint.checkpoint import SIDE, checkpoint_tensors  # noqa: E402
+from primerl_hpc.trainer.checkpoint.saver import Saver  # noqa: E402
+from primerl_hpc.trainer.optim import optimizers as optim  # noqa: E402
+from primerl_hpc.trainer.train_step import Trainer  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
-from tests.e2e.parallel_ranks import OFFLOAD_BYTES, Case, batch, build_case, run_case, whole  # noqa: E402
 from tests.e2e.test_parallel import Results, assert_close  # noqa: E402
-from tests.e2e.tiny_models import FAMILIES, make_family  # noqa: E402
+from tests.support.parallel_ranks import OFFLOAD_BYTES, Case, batch, build_case, run_case, whole  # noqa: E402
+from tests.support.tiny_models import FAMILIES, make_family  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-class Trainer:
+class GpuTrainer:
     """One rank in this process."""
 
     def __init__(self, folder: Path) -> None:
@@ -61,14 +61,14 @@ class Trainer:
         return Case(**{"name": name, "ranks": 1, **options, "model": str(model)})
 
     def train(self, name: str, device: torch.device = DEVICE, **options: Any) -> None:
-        """Three steps; what came of them is in ``results``."""
+        """Train three steps; their outcome is in ``results``."""
         run_case(self.case(name, **options), 1, self.folder, self.watchdog, device)
 
-    def build(self, case: Case) -> Core:
+    def build(self, case: Case) -> Trainer:
         return build_case(case, 1, self.watchdog, DEVICE)
 
     def assert_same(self, name: str, expected: str) -> None:
-        """Loss, gradient norm, first gradients and last weights."""
+        """Compare loss, gradient norm, first gradients and last weights."""
         steps = self.results.report(name)["steps"]
         for found, each in zip(steps, self.results.report(expected)["steps"], strict=True):
             for key in ("loss/mean", "optim/grad_norm") if "loss/mean" in each else each:
@@ -77,16 +77,16 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuTrainer]:
+    torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment sets
     monkeypatch.setattr(optim, "OFFLOAD_BYTES", OFFLOAD_BYTES)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.watchdog.rest()
+    gpu = GpuTrainer(tmp_path)
+    yield gpu
+    gpu.watchdog.pause()
     dist.destroy_process_group()
     gc.unfreeze()
     gc.enable()
@@ -94,22 +94,22 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer
 
 @pytest.mark.parametrize("is_supervised", [True, False], ids=["sft", "rl"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_trains_on_the_gpu_as_on_the_cpu(trainer: Trainer, family: str, is_supervised: bool):
+def test_a_family_trains_on_the_gpu_as_on_the_cpu(gpu: GpuTrainer, family: str, is_supervised: bool):
     for name, device in (("gpu", DEVICE), ("cpu", CPU)):
-        trainer.train(name, device, model=family, is_supervised=is_supervised)
-    trainer.assert_same("gpu", "cpu")
+        gpu.train(name, device, model=family, is_supervised=is_supervised)
+    gpu.assert_same("gpu", "cpu")
 
 
 @pytest.mark.parametrize("place", OFFLOADS)
-def test_what_lies_on_the_host_changes_neither_a_step_nor_a_resume(trainer: Trainer, place: str):
+def test_what_lies_on_the_host_changes_neither_a_step_nor_a_resume(gpu: GpuTrainer, place: str):
     case = {"model": "qwen3_moe", "optimizer": ADAMW}
-    trainer.train("device", **case)
+    gpu.train("device", **case)
     case["trainer"] = OFFLOADS[place]
-    trainer.train("host", **case, save_to="saved")
-    trainer.assert_same("host", "device")
-    trainer.train("resumed", **case, resume_from="saved")  # step 3
+    gpu.train("host", **case, save_to="saved")
+    gpu.assert_same("host", "device")
+    gpu.train("resumed", **case, resume_from="saved")  # step 3
     resumed, straight = (
-        {key: value for key, value in trainer.results.tensors(name).items() if key.startswith("weight.")}
+        {key: value for key, value in gpu.results.tensors(name).items() if key.startswith("weight.")}
         for name in ("resumed", "host")
     )
     assert_close(resumed, straight, SHARE)
@@ -118,54 +118,54 @@ def test_what_lies_on_the_host_changes_neither_a_step_nor_a_resume(trainer: Trai
 @pytest.mark.parametrize(
     ("family", "recomputed"), [("qwen3", "none"), ("qwen3", "full"), ("qwen3_moe", "none")]
 )
-def test_compiled_blocks_compute_what_plain_ones_do(trainer: Trainer, family: str, recomputed: str):
+def test_compiled_blocks_compute_what_plain_ones_do(gpu: GpuTrainer, family: str, recomputed: str):
     torch.compiler.reset()
     counters.clear()
     options = {"activation_checkpointing": recomputed}
-    trainer.train("plain", model=family, trainer=options)
-    trainer.train("compiled", model=family, trainer={**options, "compile": True})
+    gpu.train("plain", model=family, trainer={**options, "compile": False})
+    gpu.train("compiled", model=family, trainer={**options, "compile": True})
     assert counters["stats"]["unique_graphs"] > 0
-    trainer.assert_same("compiled", "plain")
+    gpu.assert_same("compiled", "plain")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_adapters_on_experts_train_in_bfloat16(trainer: Trainer, family: str):
-    case = trainer.case(
+def test_adapters_on_experts_train_in_bfloat16(gpu: GpuTrainer, family: str):
+    case = gpu.case(
         "lora", model=family, is_supervised=True, lora={"rank": 8}, optimizer=ADAMW,
         trainer={"param_dtype": "bfloat16"},
     )  # fmt: skip
-    core, rows = trainer.build(case), batch(1, case)
-    losses = [core.train_step(step, rows, []).metrics["loss/mean"] for step in range(1, 21)]
+    trainer, rows = gpu.build(case), batch(1, case)
+    losses = [trainer.train_step(step, rows, []).metrics["loss/mean"] for step in range(1, 21)]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < 0.9 * losses[0]
-    trained = [whole(value) for name, value in core.policy.adapters() if ".experts." in name]
+    trained = [whole(value) for name, value in trainer.policy.adapters() if ".experts." in name]
     assert trained and all(each.any() for each in trained)  # B began at zero
 
 
 @pytest.mark.parametrize("place", ["device", *OFFLOADS])
-def test_a_checkpoint_holds_the_bits_of_its_step_though_training_goes_on(trainer: Trainer, place: str):
-    case = trainer.case("saved", model="qwen3_moe", optimizer=ADAMW, trainer=OFFLOADS.get(place, {}))
-    core, run = trainer.build(case), RunDir(trainer.folder / "run")
+def test_a_checkpoint_holds_the_bits_of_its_step_while_training_continues(gpu: GpuTrainer, place: str):
+    case = gpu.case("saved", model="qwen3_moe", optimizer=ADAMW, trainer=OFFLOADS.get(place, {}))
+    trainer, run = gpu.build(case), RunDir(gpu.folder / "run")
     for step in (1, 2):
-        core.train_step(step, batch(step, case), [])
-    expected = snapshot(core)
-    saver = HeldSaver(run, core, ("trainer",))
+        trainer.train_step(step, batch(step, case), [])
+    expected = snapshot(trainer)
+    saver = HeldSaver(run, trainer, ("trainer",))
     saver.save(2)
-    core.train_step(3, batch(3, case), [])
+    trainer.train_step(3, batch(3, case), [])
     saver.release()
     saver.finish()
     saved: dict[str, torch.Tensor] = {}
     for path in run.checkpoint_side(2, SIDE).glob("*.safetensors"):
         saved |= load_file(path)
     assert set(saved) == set(expected)
-    now = snapshot(core)
+    now = snapshot(trainer)
     for name, value in expected.items():
         assert torch.equal(saved[name], value), name
     assert not all(torch.equal(now[name], value) for name, value in expected.items())
 
 
-def snapshot(core: Core) -> dict[str, torch.Tensor]:
-    return {name: whole(value).cpu() for name, value in checkpoint_tensors(core).items()}
+def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: whole(value).cpu() for name, value in checkpoint_tensors(trainer).items()}
 
 
 class HeldSaver(Saver):

@@ -1,4 +1,4 @@
-"""What the memory settings save on a GPU, and that the chunked head keeps its promise there: the benches, asserted."""
+"""Memory saved by the memory settings and the chunked head on a GPU: assertions on the benches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.support import ROOT  # noqa: E402
+from tests.support.helpers import ROOT  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""The trainer's speed on one H100 or H200: the bench's goals, asserted."""
+"""The trainer's speed on one H100 or H200: assertions on the bench's goals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.support import ROOT  # noqa: E402
+from tests.support.helpers import ROOT  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""What the watchdog knows of NCCL: what tests/unit/test_watchdog.py shows with gloo."""
+"""Hang reports with NCCL; tests/unit/trainer/test_watchdog.py tests them with gloo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from primerl_hpc.trainer.watchdog import Collective, last_collectives, record_collectives  # noqa: E402
+from tests.support.spawned_ranks import spawn_ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +18,7 @@ pytestmark = [
 
 
 def test_a_collective_that_waits_on_the_gpu_is_named_with_its_number():
-    torch.multiprocessing.spawn(wait_in_one, nprocs=1)
+    spawn_ranks(wait_in_one, 1)
 
 
 def wait_in_one(rank: int) -> None:

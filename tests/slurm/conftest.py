@@ -6,43 +6,73 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.slurm.virtual import NODES, TOOL, Cluster, SlurmToy
-from tests.support import ROOT
+from tests.support.cluster_user import ClusterUser
+from tests.support.helpers import ROOT
+from tests.support.virtual_slurm import (
+    NODES,
+    TOOL,
+    USERS,
+    WITH_USERS,
+    Acting,
+    Cluster,
+    SlurmToy,
+    check_that_nothing_ran_as_root,
+)
 
 
 @pytest.fixture(scope="session")
-def disk_of_all_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
+    """A folder that all users can reach: only root may enter those of pytest."""
+    with tempfile.TemporaryDirectory(prefix="primerl-slurm-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def tmp_path(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="test-", dir=shared_folder))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def disk_of_all_nodes(shared_folder: Path) -> Iterator[Path]:
     """64 MiB that every node sees: it must be mounted before the cluster is up."""
     if os.geteuid() != 0:
         pytest.skip("a virtual SLURM cluster needs root")
-    folder = tmp_path_factory.mktemp("small")
+    folder = shared_folder / "small"
+    folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture
-def small_disk(disk_of_all_nodes: Path) -> Iterator[Path]:
+def small_disk(disk_of_all_nodes: Path, acting_user: ClusterUser) -> Iterator[Path]:
+    acting_user.own(disk_of_all_nodes)
     yield disk_of_all_nodes
     for entry in disk_of_all_nodes.iterdir():
         shutil.rmtree(entry)
 
 
 @pytest.fixture(scope="session")
-def virtual_cluster(tmp_path_factory: pytest.TempPathFactory, disk_of_all_nodes: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("cluster"))
+def virtual_cluster(shared_folder: Path, disk_of_all_nodes: Path) -> Iterator[Cluster]:
+    folder = shared_folder / "cluster"
+    made = Cluster(folder, ClusterUser(USERS[0], folder))
     size = ["--nodes", str(NODES), "--gpus", "8", "--node-timeout", "6", "--requeue-delay", "8"]
     image = os.environ.get("VIRTUAL_CLUSTER_IMAGE")  # another SLURM: a root file system made by mmdebstrap
     venv = sys.prefix if sys.prefix != sys.base_prefix else ""  # which need not lie in the checkout
     other = ["--image", image, "--bind", f"{ROOT} {venv} {disk_of_all_nodes}"] if image else []
     up = subprocess.run(
-        [str(TOOL), "--dir", str(made.folder), "up", *size, *other],
+        [str(TOOL), "--dir", str(made.folder), "up", *size, *WITH_USERS, *other],
         capture_output=True,
         text=True,
         check=False,
@@ -58,13 +88,32 @@ def virtual_cluster(tmp_path_factory: pytest.TempPathFactory, disk_of_all_nodes:
 
 
 @pytest.fixture
-def cluster(virtual_cluster: Cluster) -> Cluster:
+def cluster(virtual_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """The idle cluster. Fails if SLURM has had a run of the test as a job of root."""
     virtual_cluster.wait_until_idle()
-    return virtual_cluster
+    yield virtual_cluster
+    scripts = virtual_cluster.admin("squeue", "--noheader", "--states=all", "--user=root", "--format=%o")
+    assert str(tmp_path) not in scripts, "the test submitted a run as root: use the fixture acting_user"
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_as_root() -> Iterator[None]:
+    """Fails if the test has run a command of the toolkit as root, as no user of a cluster can."""
+    Acting.done_by_root.clear()
+    yield
+    check_that_nothing_ran_as_root()
 
 
 @pytest.fixture
-def new_toy(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmToy]]:
+def acting_user(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterUser:
+    """The ordinary user who runs the toolkit in this test; the test itself is root, the administrator."""
+    assert cluster.user is not None
+    Acting.let(cluster.user, tmp_path, monkeypatch)
+    return cluster.user
+
+
+@pytest.fixture
+def new_toy(cluster: Cluster, acting_user: ClusterUser, tmp_path: Path) -> Iterator[Callable[..., SlurmToy]]:
     made: list[SlurmToy] = []
 
     def make(name: str = "run", root: Path | None = None, **scheduler: Any) -> SlurmToy:
@@ -79,3 +128,11 @@ def new_toy(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., SlurmToy
 @pytest.fixture
 def toy(new_toy: Callable[..., SlurmToy]) -> SlurmToy:
     return new_toy()
+
+
+@pytest.fixture(scope="module")
+def users_folder(shared_folder: Path) -> Iterator[Path]:
+    """A folder for a cluster of its own and its users."""
+    folder = Path(tempfile.mkdtemp(prefix="users-", dir=shared_folder))
+    folder.chmod(0o755)
+    yield folder

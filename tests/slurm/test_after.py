@@ -1,4 +1,4 @@
-"""An export and an evaluation that wait for a run under SLURM: they start when it is done, and only then."""
+"""An export and an evaluation that wait for a run under SLURM: they start only when it is done."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import pytest
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import read_json, write_text
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
-from primerl_hpc.launch.after import export_script
 from primerl_hpc.launch.chain import ChainRequest
-from primerl_hpc.launch.submit import ONE_JOB
+from primerl_hpc.launch.follow_up import export_script
+from primerl_hpc.launch.submission import ONE_JOB
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.render.job import render_export
-from primerl_hpc.transport.weights_filesystem import verify_checksums
-from tests.slurm.virtual import RECIPE, SAY, TRAIN, SlurmToy, run_cli, wait_for
-from tests.support import ROOT
-from tests.unit.test_export import write_version
+from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
+from primerl_hpc.transport.weights.filesystem import verify_checksums
+from tests.support.helpers import ROOT
+from tests.support.virtual_slurm import SAY, TOY_RECIPE, TRAIN, SlurmToy, run_cli, wait_for
+from tests.unit.launch.test_export import write_version
 
 FAILS = TRAIN.replace(
     "if is_last or is_stop:",
@@ -39,7 +40,7 @@ class Trio:
         self.main.add(Role.TRAINER, FAILS, OnExit.ENDS_PHASE)
         self.judge.add(Role.EVALUATOR, SAY, OnExit.ENDS_PHASE)
         evaluation = {"environments": [{"id": "reverse-text"}]}
-        self.main.recipe = {**RECIPE, "after": {"export": {"to": str(self.to)}, "evaluation": evaluation}}
+        self.main.recipe = {**TOY_RECIPE, "after": {"export": {"to": str(self.to)}, "evaluation": evaluation}}
         self.judge.prepare()
         plan, python = self.main.prepare(), str(Path(subprocess.sys.executable))
         text = render_export(plan, self.main.profile, python=python, package_root=str(ROOT))
@@ -64,7 +65,7 @@ class Trio:
         subprocess.run(["scancel", "--batch", "--signal=USR2", job], check=True)
 
     def finish(self) -> None:
-        """Let the run be done, then see what comes after it happen."""
+        """Complete the run and wait for its follow-up jobs."""
         write_version(self.main.run, 1, self.base)
         (self.main.run.root / "enough").touch()
         self.main.wait_for_state(RunState.DONE)
@@ -80,7 +81,7 @@ def trio(new_toy: Callable[..., SlurmToy], tmp_path: Path) -> Trio:
     return Trio(new_toy, tmp_path)
 
 
-def test_they_go_on_waiting_for_a_requeued_run_and_start_when_it_is_done(trio: Trio) -> None:
+def test_follow_up_jobs_wait_for_a_requeued_run_and_start_when_it_is_done(trio: Trio) -> None:
     trio.submit()
     trio.main.wait_until_ready("trainer-0")
     assert set(trio.states.values()) == {"waits for this run"}
@@ -92,10 +93,10 @@ def test_they_go_on_waiting_for_a_requeued_run_and_start_when_it_is_done(trio: T
     shown = run_cli("status", str(trio.main.run.root)).stdout
     assert f"then export: waits for this run  {trio.to}" in shown
     trio.finish()
-    assert f"comes after {trio.main.run.root}" in run_cli("status", str(trio.judge.run.root)).stdout
+    assert f"follows {trio.main.run.root}" in run_cli("status", str(trio.judge.run.root)).stdout
 
 
-def test_they_vanish_with_a_failed_run_and_come_back_with_its_resume(trio: Trio) -> None:
+def test_follow_up_jobs_are_removed_with_a_failed_run_and_submitted_again_by_resume(trio: Trio) -> None:
     trio.submit()
     trio.main.wait_until_ready("trainer-0")
     (trio.main.run.root / "fail").touch()
@@ -112,7 +113,7 @@ def test_they_vanish_with_a_failed_run_and_come_back_with_its_resume(trio: Trio)
 
 
 @pytest.mark.parametrize("chain", [ChainRequest(3), ChainRequest(is_until_done=True)])
-def test_any_link_of_a_chain_may_finish_the_run_that_they_wait_for(trio: Trio, chain: ChainRequest) -> None:
+def test_follow_up_jobs_start_after_whichever_link_completes_the_run(trio: Trio, chain: ChainRequest) -> None:
     trio.submit(chain)
     trio.main.wait_until_ready("trainer-0")
     trio.warn_of_walltime()
@@ -121,7 +122,7 @@ def test_any_link_of_a_chain_may_finish_the_run_that_they_wait_for(trio: Trio, c
     trio.finish()
 
 
-def test_a_cancelled_run_takes_them_along(trio: Trio) -> None:
+def test_cancelling_a_run_cancels_its_follow_up_jobs(trio: Trio) -> None:
     trio.submit()
     trio.main.wait_until_ready("trainer-0")
     assert run_cli("cancel", str(trio.main.run.root), "--wait").returncode == 0
@@ -129,10 +130,10 @@ def test_a_cancelled_run_takes_them_along(trio: Trio) -> None:
     trio.main.assert_nothing_is_left()
 
 
-def test_a_refused_export_takes_the_run_out_of_the_queue(trio: Trio) -> None:
+def test_a_refused_export_removes_the_run_from_the_queue(trio: Trio) -> None:
     script = export_script(trio.main.run)
     script.write_text(script.read_text().replace("#SBATCH --partition=main", "#SBATCH --partition=nowhere"))
-    with pytest.raises(SchedulerError, match="there is no partition nowhere"):
+    with pytest.raises(SchedulerError, match="partition nowhere does not exist"):
         trio.submit()
     assert not trio.main.run.job.exists() and not trio.main.events("attempt_started")
     assert ask(["squeue", "--noheader"]) == ""

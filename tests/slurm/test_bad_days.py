@@ -1,4 +1,4 @@
-"""Bad days on a real cluster: a full disk, two runs on the same nodes, a SLURM that answers slowly."""
+"""Faults of a real cluster: a full disk, two runs on the same nodes, a SLURM that answers slowly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.observe.diagnose import diagnose
+from primerl_hpc.observe.diagnose.diagnose import diagnose
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SAY, SERVE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
-from tests.support import ROOT
+from tests.support.helpers import ROOT
+from tests.support.virtual_slurm import SAY, SERVE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
 
 PIECE_BYTES = 4 << 20
 # a checkpoint of 4 MiB every moment, until `enough` appeared or there is no space, of which it then takes the last byte
@@ -44,7 +44,7 @@ while not (run.root / "enough").exists():
 ANSWER = (
     SAY
     + """
-from primerl_hpc.common.listen import bind_listener, listen_host
+from primerl_hpc.run.ports import bind_listener, listen_host
 listener = bind_listener(listen_host(2), run.last_port(name))
 listener.listen()
 publish_endpoint(run, name, "tcp://%s:%d" % listener.getsockname())
@@ -58,7 +58,7 @@ ASK = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.ar
 
 
 def check_whole(toy: SlurmToy) -> list[int]:
-    """Complete checkpoints, each found to hold all its bytes."""
+    """Complete checkpoints, after a check that each contains all its bytes."""
     steps = toy.run.complete_checkpoints()
     for step in steps:
         data = (toy.run.checkpoint_side(step, "trainer") / "data").read_bytes()
@@ -66,7 +66,7 @@ def check_whole(toy: SlurmToy) -> list[int]:
     return steps
 
 
-def test_a_full_disk_fails_the_run_with_a_clear_sentence_and_loses_no_complete_checkpoint(
+def test_a_full_disk_fails_the_run_with_a_clear_message_and_loses_no_complete_checkpoint(
     cluster: Cluster, small_disk: Path, new_toy: Callable[..., SlurmToy]
 ) -> None:
     toy = new_toy(root=small_disk / "run")
@@ -112,7 +112,7 @@ def neighbours(new_toy: Callable[..., SlurmToy]) -> Iterator[tuple[SlurmToy, Slu
     yield toys
 
 
-def test_two_runs_on_the_same_nodes_do_not_meet(neighbours: tuple[SlurmToy, SlurmToy]) -> None:
+def test_two_runs_on_the_same_nodes_do_not_interfere(neighbours: tuple[SlurmToy, SlurmToy]) -> None:
     first, second = neighbours
     hosts = [toy.endpoint("inference-0")["host"] for toy in neighbours]
     assert hosts == ["n1", "n1"]
@@ -133,7 +133,7 @@ def test_two_runs_on_the_same_nodes_do_not_meet(neighbours: tuple[SlurmToy, Slur
 
 @pytest.fixture
 def slow_slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment in which squeue and sacct take longer than anybody waits."""
+    """An environment in which squeue and sacct take longer than any command waits."""
     folder = tmp_path / "slow"
     folder.mkdir()
     for name in ("squeue", "sacct"):
@@ -142,7 +142,7 @@ def slow_slurm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-def test_a_slowly_answering_slurm_does_not_hang_status(toy: SlurmToy, slow_slurm: dict[str, str]) -> None:
+def test_a_slow_slurm_does_not_block_status(toy: SlurmToy, slow_slurm: dict[str, str]) -> None:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
     toy.submit()
     toy.wait_until_ready("trainer-0")

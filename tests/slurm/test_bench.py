@@ -1,4 +1,5 @@
-"""``sft|trainer --bench`` over two nodes, from where jobs are submitted: measured as a job, of which nothing is left."""
+"""``sft|trainer|submit --bench`` over several nodes, started on the submit host: a job measures, and no file or process
+remains."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import ask
-from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.types import load_plan
-from tests.slurm.virtual import Cluster, run_cli, start_cli
-from tests.unit.test_cli import tree
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.commands import ask
+from tests.support.helpers import make_tiny_model
+from tests.support.virtual_slurm import Cluster, run_cli, start_cli
+from tests.unit.cli.test_cli import tree
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("acting_user")]
+STATE = "state"
+"""The user's folder for the state of the toolkit."""
 
 MODEL = {
     "model_type": "qwen3",
@@ -54,7 +58,11 @@ def recipe_for(cluster: Cluster, tmp_path: Path) -> Callable[[dict[str, Any]], s
     def write(recipe: dict[str, Any]) -> str:
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-        settings = {**COMMON, **recipe, "model": {"name": str(tmp_path / "model")}}
+        settings = {
+            **COMMON,
+            **recipe,
+            "model": {"name": str(tmp_path / "model"), "renderer": {"name": "chatml"}},
+        }
         (tmp_path / "recipe.yaml").write_text(dump_yaml(settings))
         return str(tmp_path / "recipe.yaml")
 
@@ -68,7 +76,7 @@ def bench_words(recipe: str, *more: str) -> tuple[str, ...]:
 
 
 def assert_nothing_is_left(tmp_path: Path, files: list[str]) -> None:
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != STATE) == files
     assert ask(["squeue", "--noheader"]) == ""
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(path)]
 
@@ -94,10 +102,10 @@ def test_the_ranks_of_both_nodes_are_measured_together(
     assert_nothing_is_left(tmp_path, ["model", "recipe.yaml"])
 
 
-def test_a_prepared_rl_run_tells_a_fault_of_its_ranks_with_its_own_code(
+def test_a_failure_of_a_benchmarked_run_has_the_exit_code_of_its_ranks(
     recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
-    """Each rank had its share of batches that were sent once, or there would be no second step to go wrong."""
+    """Each rank has its share of batches that are sent once; otherwise there would be no second step to fail."""
     wild = {"optimizer": {"lr": 1e30}, "trainer": {"param_dtype": "float32", "max_skipped_steps": 1}}
     recipe = recipe_for(RL | wild)
     asked = [tmp_path / "model" / name for name in ("model.safetensors", "tokenizer.json")]
@@ -118,14 +126,16 @@ def test_a_prepared_rl_run_tells_a_fault_of_its_ranks_with_its_own_code(
     assert tree(tmp_path / "run") == before
 
 
-def test_interrupts_take_its_job_away(recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path) -> None:
-    """^C and the loss of its terminal while it waits in the queue, SIGTERM while it runs."""
+def test_an_interrupt_cancels_the_benchmark_job(
+    recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    """SIGINT and SIGHUP while it waits in the queue, SIGTERM while it runs."""
     words = bench_words(recipe_for(SFT), "--steps", "100000")
     later = ("--profile-set", "scheduler.begin=now+1hour")
     for number, more, said in (
         (signal.SIGINT, later, "in the queue: BeginTime"),
         (signal.SIGHUP, later, "in the queue: BeginTime"),
-        (signal.SIGTERM, (), "starts sft"),
+        (signal.SIGTERM, (), "starting sft"),
     ):
         with start_cli(*words, *more) as process:
             assert process.stderr is not None
@@ -134,3 +144,19 @@ def test_interrupts_take_its_job_away(recipe_for: Callable[[dict[str, Any]], str
             out, err = process.communicate(timeout=90)
         assert (process.returncode, out) == (128 + number, ""), err
         assert_nothing_is_left(tmp_path, ["model", "recipe.yaml"])
+
+
+def test_the_complete_loop_is_measured_by_a_job(
+    recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    """Engines on two nodes, a trainer over two; the job ends when the last step is measured."""
+    tiny = make_tiny_model(tmp_path / "tiny", rows=1)
+    recipe = recipe_for(RL | {"inference": {"kv_cache_gib": 0.0625}})
+    runs = ("-p", "virtual", "--profile-set", f"runs_dir={tmp_path / 'runs'}", "--time", "5")
+    model = ("--set", f"model.name={tiny / 'model'}", "--set", "model.dtype=float32")
+    done = run_cli("submit", "--bench", recipe, *runs, *model, "--steps", "2", "--warm-up", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["nodes"], result["steps"], result["profile"]) == (4, 2, "virtual")
+    assert result["rates"]["trainer_tokens_per_s"] > 0 and result["means"]["errored_rollouts"] == 0
+    assert_nothing_is_left(tmp_path, ["model", "recipe.yaml", "tiny"])

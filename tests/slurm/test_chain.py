@@ -1,6 +1,6 @@
-"""Chains under SLURM: links that take over at walltimes, cancels and deaths, and what ends a chain.
+"""Chains under SLURM: links that continue after a walltime, a cancel or a crash, and what ends a chain.
 
-The trainer of these runs makes checkpoint 1 at once and another one when it is asked to stop.
+The trainer of these runs saves checkpoint 1 at once and another one on a stop request.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import pytest
 from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Kind, Role, RunState
-from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.launch.chain import ChainRequest, together
 from primerl_hpc.launch.prepare import job_script
 from primerl_hpc.launch.submit import resume_run
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import TRAIN, SlurmToy, run_cli, wait_for
+from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
+from tests.support.virtual_slurm import TRAIN, SlurmToy, run_cli, wait_for
 
 UNTIL_DONE = ChainRequest(is_until_done=True)
 
@@ -32,7 +33,7 @@ def started_jobs(toy: SlurmToy) -> list[str]:
 
 
 def warn_of_walltime(toy: SlurmToy) -> None:
-    """The very signal SLURM sends before the time limit (`--signal=B:USR2@…`), without the wait for it."""
+    """Send the signal that SLURM sends before the time limit (`--signal=B:USR2@…`), without the wait for it."""
     subprocess.run(["scancel", "--batch", "--signal=USR2", started_jobs(toy)[-1]], check=True)
 
 
@@ -56,7 +57,7 @@ def finish(toy: SlurmToy) -> None:
     toy.assert_nothing_is_left()
 
 
-def test_links_take_over_at_the_walltime_without_losing_a_step_and_the_last_ones_are_not_needed(
+def test_links_continue_at_the_walltime_without_losing_a_step_and_unneeded_ones_are_cancelled(
     toy: SlurmToy,
 ) -> None:
     add_trainer(toy).submit(ChainRequest(4))
@@ -76,7 +77,7 @@ def test_links_take_over_at_the_walltime_without_losing_a_step_and_the_last_ones
     assert started_jobs(toy) == links[:3]
 
 
-def test_a_walltime_without_a_new_checkpoint_ends_the_chain_and_says_so(toy: SlurmToy) -> None:
+def test_a_walltime_without_a_new_checkpoint_ends_the_chain_with_the_reason(toy: SlurmToy) -> None:
     never_saves = TRAIN.replace("step += 1", "sys.exit(75)").replace("or step == 0", "")
     add_trainer(toy, never_saves).submit(ChainRequest(3))
     toy.wait_until_ready("trainer-0")
@@ -87,7 +88,7 @@ def test_a_walltime_without_a_new_checkpoint_ends_the_chain_and_says_so(toy: Slu
     assert states(links_of(toy))[1:] == ["CANCELLED", "CANCELLED"] and len(started_jobs(toy)) == 1
 
 
-def test_a_killed_link_is_followed_by_the_next_one_until_nothing_comes_of_it(toy: SlurmToy) -> None:
+def test_a_killed_link_is_followed_by_the_next_one_while_there_is_progress(toy: SlurmToy) -> None:
     saves_once = TRAIN.replace("(is_last or is_stop or step == 0)", "(is_last or step == 0)")
     add_trainer(toy, saves_once).submit(ChainRequest(4))
     for attempt in (1, 2):  # the first made checkpoint 1 before it died, the second one nothing
@@ -105,14 +106,14 @@ def test_a_killed_link_is_followed_by_the_next_one_until_nothing_comes_of_it(toy
     finish(toy)
 
 
-def test_a_cancelled_link_is_skipped_and_never_lets_two_run_at_once(toy: SlurmToy) -> None:
+def test_a_cancelled_link_is_skipped_and_two_links_never_run_at_once(toy: SlurmToy) -> None:
     add_trainer(toy).submit(ChainRequest(4))
     links = links_of(toy)
     toy.wait_until_ready("trainer-0")
     subprocess.run(["scancel", links[1]], check=True)
     wait_for(lambda: states(links)[1] == "CANCELLED", "the cancellation of link 2")
     with pytest.raises(OccupiedError, match="running"):
-        resume_run(toy.run)
+        toy.as_user(lambda: resume_run(toy.run))
     subprocess.run(["scancel", links[0]], check=True)
     toy.wait_until_ready("trainer-0", attempt=2)
     saved = toy.run.latest_checkpoint()  # 2 where the save was quicker than SLURM's end of the step
@@ -123,7 +124,7 @@ def test_a_cancelled_link_is_skipped_and_never_lets_two_run_at_once(toy: SlurmTo
     assert started_jobs(toy) == [links[0], links[2]] and "another supervisor" not in toy.words()
 
 
-def test_cancel_ends_the_whole_chain_after_a_save(toy: SlurmToy) -> None:
+def test_cancel_ends_all_links_after_a_save(toy: SlurmToy) -> None:
     add_trainer(toy).submit(ChainRequest(3))
     toy.wait_until_ready("trainer-0")
     done = run_cli("cancel", str(toy.run.root), "--wait")
@@ -133,18 +134,18 @@ def test_cancel_ends_the_whole_chain_after_a_save(toy: SlurmToy) -> None:
     assert states(links_of(toy))[1:] == ["CANCELLED", "CANCELLED"]
 
 
-def test_a_chain_that_waits_in_the_queue_is_cancelled_there_and_not_submitted_twice(toy: SlurmToy) -> None:
+def test_a_queued_chain_is_cancelled_in_the_queue_and_not_submitted_twice(toy: SlurmToy) -> None:
     blocker = ask(["sbatch", "--parsable", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600"])
     add_trainer(toy).submit(ChainRequest(3))
     with pytest.raises(OccupiedError, match="waits in the queue"):
-        resume_run(toy.run)
+        toy.as_user(lambda: resume_run(toy.run))
     assert run_cli("cancel", str(toy.run.root)).returncode == 0
     assert set(states(links_of(toy))) == {"CANCELLED"}
     assert toy.snapshot().state == RunState.CANCELLED
     subprocess.run(["scancel", blocker.strip()], check=True)
 
 
-def test_the_last_link_ends_with_advice_and_a_lost_link_finds_the_run_over(toy: SlurmToy) -> None:
+def test_the_last_link_ends_with_a_hint_and_a_late_link_finds_the_run_complete(toy: SlurmToy) -> None:
     add_trainer(toy).submit(ChainRequest(2))
     for attempt in (1, 2):
         toy.wait_until_ready("trainer-0", attempt=attempt)
@@ -152,11 +153,16 @@ def test_the_last_link_ends_with_advice_and_a_lost_link_finds_the_run_over(toy: 
     toy.wait_for_state(RunState.STOPPED)
     message = toy.snapshot().message or ""
     assert "link 2 of 2, the last one, ended after step 3" in message and "resume" in message
-    # a link that nobody could take out of the queue does nothing, with a code that starts no dependent job
-    with together() as jobs:
-        late = jobs.submit(toy.run, job_script(toy.run))
-        job = read_json(toy.run.job)
-        write_json(toy.run.job, {**job, "links": [*job["links"], late]})
+
+    # a link that could not be cancelled does nothing; its exit code starts no dependent job
+    def submit_late() -> str:
+        with together() as jobs:
+            late = jobs.submit(toy.run, job_script(toy.run))
+            job = read_json(toy.run.job)
+            write_json(toy.run.job, {**job, "links": [*job["links"], late]})
+        return late
+
+    late = toy.as_user(submit_late)
     wait_for(lambda: states([late]) == ["FAILED"], "the end of the late link")
     assert toy.snapshot().state == RunState.STOPPED and len(started_jobs(toy)) == 2
 
@@ -172,7 +178,7 @@ def test_until_done_queues_the_next_job_at_the_walltime(toy: SlurmToy) -> None:
     assert started_jobs(toy) == links_of(toy)
 
 
-def test_until_done_says_when_compute_nodes_may_not_submit(new_toy: Callable[..., SlurmToy]) -> None:
+def test_until_done_reports_that_compute_nodes_may_not_submit(new_toy: Callable[..., SlurmToy]) -> None:
     toy = new_toy(partition="preemptible")
     add_trainer(toy).submit(UNTIL_DONE)
     toy.wait_until_ready("trainer-0")
@@ -184,23 +190,27 @@ def test_until_done_says_when_compute_nodes_may_not_submit(new_toy: Callable[...
     finally:
         subprocess.run([*change, "AllocNodes=ALL"], check=True)
     message = toy.snapshot().message or ""
-    assert "saved after step 2" in message and "cannot be queued from a compute node" in message
+    assert "saved after step 2" in message and "cannot be submitted from a compute node" in message
     assert "primerl-hpc resume" in message
     toy.assert_nothing_is_left()
 
 
-def test_a_refused_link_takes_the_earlier_ones_out_of_the_queue(toy: SlurmToy) -> None:
+def test_a_refused_link_removes_the_earlier_ones_from_the_queue(toy: SlurmToy) -> None:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
     toy.prepare()
-    queued: list[str] = []
-    with pytest.raises(SchedulerError, match="SLURM refused the job"), together() as jobs:
-        queued.append(jobs.submit(toy.run, job_script(toy.run)))
-        jobs.submit(toy.run, job_script(toy.run), "--partition=nowhere")
-    assert states(queued) == ["CANCELLED"] and not toy.events("attempt_started")
+
+    def submit_two() -> list[str]:
+        queued: list[str] = []
+        with pytest.raises(SchedulerError, match="SLURM refused the job"), together() as jobs:
+            queued.append(jobs.submit(toy.run, job_script(toy.run)))
+            jobs.submit(toy.run, job_script(toy.run), "--partition=nowhere")
+        return queued
+
+    assert states(toy.as_user(submit_two)) == ["CANCELLED"] and not toy.events("attempt_started")
 
 
-def test_a_chain_is_refused_where_it_makes_no_sense(toy: SlurmToy) -> None:
+def test_a_chain_is_refused_for_runs_that_cannot_use_one(toy: SlurmToy) -> None:
     toy.plan_changes = {"kind": Kind.EVAL}
     toy.add(Role.EVALUATOR, TRAIN, OnExit.ENDS_PHASE)
-    with pytest.raises(ConfigError, match="makes none"):
+    with pytest.raises(ConfigError, match="writes none"):
         toy.submit(ChainRequest(2))

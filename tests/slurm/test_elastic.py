@@ -1,18 +1,20 @@
-"""Elastic engines: jobs of their own that join a running run, leave it, come back, and end with it."""
+"""Elastic engines: separate jobs that join a running run, leave it, rejoin, and end with it."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import RECIPE, SERVE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.slurm.commands import ask
+from tests.support.virtual_slurm import SERVE, TOY_RECIPE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
 
 
 def add_roles(toy: SlurmToy, engines: int = 2) -> SlurmToy:
@@ -23,7 +25,7 @@ def add_roles(toy: SlurmToy, engines: int = 2) -> SlurmToy:
 
 
 def lives(toy: SlurmToy, engine: str) -> list[int]:
-    """Incarnations that the run has seen join."""
+    """Incarnations of engines that joined the run."""
     nodes = [row for row in toy.events("engine_joined") if row["process"] == engine]
     return [row["incarnation"] for row in nodes]
 
@@ -46,7 +48,7 @@ def assert_nothing_is_left(toy: SlurmToy) -> None:
 
 @pytest.fixture
 def short_grace(cluster: Cluster) -> Iterator[None]:
-    """SLURM tells a batch process of its preemption when the grace is over, and engines have no other process."""
+    """SLURM signals a batch process only at the end of the grace time, and engines have no other process."""
     change = ["scontrol", "update", "PartitionName=preemptible"]
     subprocess.run([*change, "GraceTime=2"], check=True)
     yield
@@ -54,10 +56,10 @@ def short_grace(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_engines_leave_and_come_back_and_end_with_their_run(toy: SlurmToy) -> None:
-    """Their jobs are in a partition of their own, out of which one is taken by a job of another."""
+def test_elastic_engines_leave_rejoin_and_end_with_their_run(toy: SlurmToy) -> None:
+    """Their jobs are in a separate partition, in which a job of another partition preempts one of them."""
     layout = {"inference": {"elastic": True, "replicas": 2, "partition": "preemptible"}}
-    toy.recipe = RECIPE | {"layout": layout}
+    toy.recipe = TOY_RECIPE | {"layout": layout}
     add_roles(toy).submit()
     for engine in ("inference-0", "inference-1"):
         wait_for_life(toy, engine, 0)
@@ -79,7 +81,8 @@ def test_engines_leave_and_come_back_and_end_with_their_run(toy: SlurmToy) -> No
     endpoint = toy.endpoint("inference-1")
     toy.cluster.on(endpoint["host"], "kill", "-9", str(endpoint["pid"]))
     wait_for_life(toy, "inference-1", 1001)
-    write_json(toy.run.restart_request("inference-1"), {"reason": "it cannot be updated"})
+    request = toy.run.restart_request("inference-1")
+    toy.as_user(lambda: write_json(request, {"reason": "it cannot be updated"}))
     wait_for_life(toy, "inference-1", 1002)
     assert toy.snapshot().state == RunState.RUNNING
     assert toy.snapshot().processes["inference-0"]["state"] == "left"
@@ -89,16 +92,20 @@ def test_engines_leave_and_come_back_and_end_with_their_run(toy: SlurmToy) -> No
     assert_nothing_is_left(toy)
 
 
-def test_engines_wait_for_the_next_attempt_of_their_run(toy: SlurmToy) -> None:
-    """A requeued run finds the very engines it had; a stopped one releases them, and resume asks for new ones."""
+def test_elastic_engines_wait_for_the_next_attempt_of_their_run(toy: SlurmToy) -> None:
+    """A requeued run finds the jobs of its engines, which restart with its new keys; a stopped run releases them, and
+    resume submits new ones."""
     add_roles(toy, engines=1).submit()
     wait_for_life(toy, "inference-0", 0)
-    pid = toy.endpoint("inference-0")["pid"]
+    first = toy.engines
     subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
     toy.wait_until_ready("trainer-0", attempt=2)
-    wait_for(lambda: toy.run.endpoint("inference-0").exists(), "the engine in attempt 2", tell=toy.words)
-    assert toy.endpoint("inference-0")["pid"] == pid
-    first = toy.engines
+    wait_for(
+        lambda: (read_endpoint(toy.run, "inference-0") or {}).get("attempt") == 2,
+        "the engine in attempt 2",
+        tell=toy.words,
+    )
+    assert toy.engines == first
     assert run_cli("cancel", str(toy.run.root), "--wait").returncode == 0
     assert_nothing_is_left(toy)
     toy.submit()
@@ -109,14 +116,14 @@ def test_engines_wait_for_the_next_attempt_of_their_run(toy: SlurmToy) -> None:
     assert_nothing_is_left(toy)
 
 
-def test_engines_end_when_the_supervisor_was_killed_or_lose_their_node(toy: SlurmToy) -> None:
+def test_elastic_engines_end_when_the_supervisor_or_their_node_is_lost(toy: SlurmToy) -> None:
     add_roles(toy).submit()
     for engine in ("inference-0", "inference-1"):
         wait_for_life(toy, engine, 0)
     lost = toy.endpoint("inference-0")["host"]
     toy.cluster.tool("kill-node", lost)
     try:
-        wait_until_left(toy, "inference-0")  # nobody touches its endpoint any more
+        wait_until_left(toy, "inference-0")  # its endpoint is no longer refreshed
         assert toy.run.endpoint("inference-1").exists()
         owner = read_json(toy.run.supervisor_lock)
         toy.cluster.on(owner["host"], "kill", "-9", str(owner["pid"]))
@@ -129,7 +136,7 @@ def test_engines_end_when_the_supervisor_was_killed_or_lose_their_node(toy: Slur
     wait_for(lambda: not toy.cluster.processes_of(toy.run), "the end of every process")
 
 
-def test_a_run_that_waits_is_cancelled_with_its_engines(new_toy: Callable[..., SlurmToy]) -> None:
+def test_a_queued_run_is_cancelled_with_its_elastic_engines(new_toy: Callable[..., SlurmToy]) -> None:
     toy = add_roles(new_toy(begin="now+1hour"), engines=2)
     toy.submit()
     wait_for(lambda: toy.snapshot().state == RunState.PENDING, "the queue")
@@ -139,11 +146,14 @@ def test_a_run_that_waits_is_cancelled_with_its_engines(new_toy: Callable[..., S
     assert_nothing_is_left(toy)
 
 
-def test_a_run_whose_engines_are_refused_is_not_queued(toy: SlurmToy) -> None:
-    root = str(toy.run.root)
+def test_a_run_whose_elastic_engines_are_refused_is_not_queued(toy: SlurmToy, tmp_path: Path) -> None:
+    root, model = str(toy.run.root), tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text('{"model_type": "qwen3"}')
     layout = "layout.inference={elastic: true, replicas: 2, partition: nowhere}"
     words = ("submit", "reverse_text/tiny", "--profile", "virtual", "--run-dir", root)
-    done = run_cli(*words, "--set", layout, "--set", "model.name=org/m", "--set", "warmup=null")
+    done = run_cli(*words, "--set", layout, "--set", f"model.name={model}", "--set", "warmup=null")
     assert done.returncode == ExitCode.UNAVAILABLE and "partition" in done.stderr, done.stderr
     assert not toy.run.root.exists()
     assert_nothing_is_left(toy)

@@ -1,6 +1,6 @@
-"""The real system on a real SLURM, over several nodes: RL, inference alone, evaluation alone, with a tiny model.
+"""The complete system on a real SLURM over several nodes: RL, inference only, evaluation only, with a tiny model.
 
-Nodes here have one CPU slot each if not said otherwise, so that two ranks of an engine or trainer span two nodes.
+Nodes have one CPU slot each unless stated otherwise, so that two ranks of an engine or trainer span two nodes.
 """
 
 from __future__ import annotations
@@ -16,31 +16,37 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.files import read_json, read_jsonl
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import WARMUP_PHASE, RunState
-from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoint
-from primerl_hpc.common.slurm import ask
-from primerl_hpc.common.yamldoc import dump_yaml, load_yaml
-from tests.e2e.accounts import contradictions
-from tests.e2e.serving import hf_logprobs
-from tests.slurm.real import READY_S, SMALL, RealRun
-from tests.slurm.virtual import Cluster, run_cli, wait_for
-from tests.support import ROOT, make_tiny_model
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.commands import ask
+from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
+from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.real_slurm import READY_S, SMALL, RealRun
+from tests.support.serving import hf_logprobs
+from tests.support.virtual_slurm import Cluster, run_cli, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("acting_user")]
 POST = """
-import sys, urllib.request
-url, key, body = sys.argv[1:]
+import ssl, sys, urllib.request
+url, folder, body = sys.argv[1:]
+key, context = open(folder + "/api_key").read(), ssl.create_default_context(cafile=folder + "/authority.pem")
 headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60) as answer:
+with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60, context=context) as answer:
     print(answer.read().decode())
 """
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), rows=1) / "model"
+def model(shared_folder: Path) -> Path:
+    folder = make_tiny_model(shared_folder / "tiny", rows=1) / "model"
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+    return folder
 
 
 @pytest.fixture
@@ -78,9 +84,9 @@ def submit(cluster: Cluster, model: Path, tmp_path: Path) -> Iterator[Callable[.
 def test_sft_and_then_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
     submit: Callable[..., RealRun], tmp_path: Path
 ) -> None:
-    """A data-parallel engine of two nodes, each with half of the experts, follows links of a trainer of two nodes.
+    """A data-parallel engine on two nodes, each with half of the experts, loads deltas of a trainer on two nodes.
 
-    It begins with what SFT over two nodes, which saves checkpoints, has written.
+    It starts from the model of an SFT phase over two nodes that saves checkpoints.
     """
     tiny = make_tiny_model(tmp_path / "experts", rows=40, experts=4)
     experts = tiny / "model"
@@ -92,17 +98,20 @@ def test_sft_and_then_rl_with_an_engine_and_a_trainer_over_two_nodes_each(
         "sft": {"data": {"path": str(tiny / "sft.jsonl")}, "batch_unit": "samples", "batch_size": 8},
         "checkpoint": {"interval": 2},
     }
-    recipe = {"layout": layout, "weights": links, "max_steps": 3, "warmup": warmup}
+    recipe = {"layout": layout, "weights": links, "max_steps": 4, "warmup": warmup}
     real = submit("rl", recipe, "--follow", policy=experts)
     assert real.state == RunState.DONE, real.words()
-    assert all(words in real.said for words in ("1/3 reward", "3/3 reward", "run done")), real.said
+    assert all(words in real.said for words in ("1/4 reward", "4/4 reward", "run done")), real.said
     steps = read_steps(real.run.metrics("trainer"))
-    assert list(steps) == [1, 2, 3]
+    assert list(steps) == [1, 2, 3, 4]
     log = (real.run.latest_logs / "inference" / "0_0.log").read_text(errors="replace")
-    assert f"serving policy version 2 from {real.run.delta_step(2)}" in log
-    # a rank with other weights than the trainer's, or without the other's experts, would sample tokens of other probability
-    assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
-    assert real.run.latest_checkpoint() == 3
+    # batch 4 waits until version 2 or 3 is live, and both are links of the chain; the run may end before version 3
+    assert any(f"serving policy version {v} from {real.run.delta_step(v)}" in log for v in (2, 3)), log
+    # a rank with other weights than the trainer's, or without the other's experts, would sample tokens of other
+    # probability
+    stale, fresh = mismatch_with_and_without_staleness(real.run)
+    assert stale <= 0.1 and fresh <= 1e-6
+    assert real.run.latest_checkpoint() == 4
     wait_for(lambda: {"inference-0", "trainer-0"} <= set(real.steps()), "accounting", tell=real.steps)
     nodes = real.steps()
     assert (nodes["inference-0"], nodes["trainer-0"]) == ("n[1-2]", "n[3-4]")
@@ -125,14 +134,16 @@ def check_sft(run: RunDir, nodes: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[..., RealRun]) -> None:
+def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
+    submit: Callable[..., RealRun],
+) -> None:
     """The trainer's job is preempted: it saves, loses no step, and finds both engines again.
 
-    Then one of them is cancelled, the other requeued: the run waits, takes the one that comes back, and ends.
+    Then one of them is cancelled and the other requeued: the run waits, accepts the requeued one, and ends.
     """
     engines_of = {"elastic": True, "replicas": 2, "partition": "main"}
     layout = {"inference": engines_of, "trainer": {"ranks": 2}}
-    real = submit("elastic", {"layout": layout, "max_steps": 16}, "--partition", "preemptible", slots=2)
+    real = submit("elastic", {"layout": layout, "max_steps": 40}, "--partition", "preemptible", slots=2)
 
     def lives(event: str) -> list[tuple[str, int]]:
         rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
@@ -147,19 +158,20 @@ def test_a_run_outlives_its_elastic_engines_and_takes_new_ones(submit: Callable[
     wait_for(lambda: len(lives("engine_joined")) == 4, "both engines in attempt 2", tell=real.words)
     engines = read_json(real.run.job)["engines_job_id"]
     subprocess.run(["scancel", f"{engines}_0"], check=True)
-    wait_for(lambda: ("inference-0", 0) in lives("engine_left"), "its leave", tell=real.words)
+    wait_for(lambda: ("inference-0", 1) in lives("engine_left"), "its leave", tell=real.words)
     subprocess.run(["scontrol", "requeue", f"{engines}_1"], check=True)
     wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", READY_S, real.words)
     real.wait_for_state(RunState.DONE)
     steps = read_steps(real.run.metrics("trainer"))
-    assert list(steps) == list(range(1, 17)) and not real.repeated_steps()
+    assert list(steps) == list(range(1, 41)) and not real.repeated_steps()
     assert {row["attempt"] for row in steps.values()} == {1, 2} and not contradictions(real.run)
     # an engine that served another version than it should would sample tokens of other probability
-    assert all(row["mismatch_kl/all/mean"] <= 0.01 for row in steps.values())
+    stale, fresh = mismatch_with_and_without_staleness(real.run)
+    assert stale <= 0.1 and fresh <= 1e-6
     wait_for(lambda: ask(["squeue", "--noheader"]) == "", "an empty queue", tell=lambda: ask(["squeue"]))
 
 
-def test_inference_alone_tells_its_address_and_serves(
+def test_an_inference_run_reports_its_address_and_serves(
     cluster: Cluster, submit: Callable[..., RealRun], model: Path
 ) -> None:
     """One engine whose tensor parallel ranks are on two nodes, behind the router."""
@@ -173,7 +185,7 @@ def test_inference_alone_tells_its_address_and_serves(
     prompt = [1, 5, 103, 40, 41, 42, 2]
     parameters = {"max_tokens": 8, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
     body = json.dumps({"token_ids": prompt, "sampling_params": parameters})
-    post = (sys.executable, "-c", POST, f"{url}/inference/v1/generate", ensure_api_key(real.run), body)
+    post = (sys.executable, "-c", POST, f"{url}/inference/v1/generate", str(run_keys(real.run).folder), body)
     answers: list[str] = []
 
     def ask_for_tokens() -> bool:  # the network of the nodes can be reached from the cluster's login node
@@ -186,9 +198,7 @@ def test_inference_alone_tells_its_address_and_serves(
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     assert logprobs == pytest.approx(hf_logprobs(model, prompt, choice["token_ids"]), abs=1e-4)
     chat = ("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
-    said = json.loads(
-        cluster.tool("exec", "env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "primerl_hpc", *chat)
-    )
+    said = json.loads(run_cli(*chat).stdout)
     assert 1 <= said["tokens"] <= 4 and said["versions"] == [0]
     ready = [row for row in read_jsonl(real.run.events) if row["event"] == "role_ready"]
     assert {row["process"] for row in ready} == {"inference-0", "router-0"}
@@ -197,10 +207,10 @@ def test_inference_alone_tells_its_address_and_serves(
     assert real.state == RunState.STOPPED
 
 
-def test_evaluation_alone_measures_and_ends_and_its_engine_talks_to_people(
+def test_an_evaluation_run_scores_and_ends_and_its_engine_serves_chat(
     cluster: Cluster, submit: Callable[..., RealRun]
 ) -> None:
-    """One node, one engine of two tensor parallel ranks on it, which listen on the loopback of that node only."""
+    """One node with one engine of two tensor-parallel ranks, which listen only on the loopback of that node."""
     held_out = {
         "id": "reverse-text",
         "name": "held-out",
@@ -224,7 +234,7 @@ def test_evaluation_alone_measures_and_ends_and_its_engine_talks_to_people(
 
     wait_for(evaluators, "the evaluator", READY_S, real.words)
     (evaluator,) = evaluators()
-    os.kill(evaluator, signal.SIGSTOP)  # its end would end the job before anybody could talk
+    os.kill(evaluator, signal.SIGSTOP)  # its end would end the job before a user could chat
     wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", READY_S, real.words)
     said = run_cli("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
     os.kill(evaluator, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Bad days inside the allocation: nodes that are no good, and what takes their place."""
+"""Faults inside the allocation: bad and lost nodes, and their replacement by spares."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.slurm import ask
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import (
-    RECIPE,
+from primerl_hpc.slurm.commands import ask
+from tests.support.cluster_user import ClusterUser
+from tests.support.virtual_slurm import (
     SAY,
     SAY_BESIDE_ENGINE,
     SERVE,
+    TOY_RECIPE,
     TRAIN,
+    USERS,
+    WITH_USERS,
+    Acting,
     Cluster,
     SlurmToy,
     call_down,
@@ -37,7 +41,7 @@ def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:
     return toy
 
 
-def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_takes_its_place(
+def test_a_node_without_the_run_directory_is_excluded_and_replaced_by_a_spare(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
     toy = add_roles(new_toy(spare_nodes=1), SAY_BESIDE_ENGINE)
@@ -59,7 +63,7 @@ def test_a_node_that_does_not_share_the_run_directory_is_excluded_and_a_spare_ta
     wait_for(lambda: "preflight" in toy.steps(), "its step in accounting")
 
 
-def test_too_few_good_nodes_send_the_run_back_into_the_queue_without_the_bad_one(
+def test_with_too_few_good_nodes_the_run_is_requeued_without_the_bad_one(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
     toy = add_roles(new_toy(), SAY_BESIDE_ENGINE)
@@ -76,10 +80,10 @@ def test_too_few_good_nodes_send_the_run_back_into_the_queue_without_the_bad_one
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["the job may not requeue", "it was excluded before"])
-def test_too_few_good_nodes_end_the_run_with_94_and_name_node_and_check(
+def test_with_too_few_good_nodes_the_run_ends_with_94_naming_node_and_check(
     new_toy: Callable[..., SlurmToy], is_known: bool
 ) -> None:
-    """A node that comes again although the job excluded it ends the run: the next attempt would be the same."""
+    """A node that is allocated again although the job excluded it ends the run: the next attempt would be the same."""
     toy = add_roles(new_toy(requeue=is_known), SAY)
     toy.plan_changes = {"preflight": preflight(health_checks=(not_on("n2"),))}
     toy.prepare()
@@ -108,15 +112,15 @@ def test_a_signal_during_the_preflight_ends_the_run_with_its_own_reason(
     toy.assert_nothing_is_left()
     state = read_json(toy.run.state)
     assert "the walltime ended before a new checkpoint" in state["message"]
-    assert not toy.events("role_started") and "took this run directory over" not in toy.words()
+    assert not toy.events("role_started") and "took over this run directory" not in toy.words()
 
 
-# -- nodes that are lost later ----------------------------------------------------------------------------------------
+# -- nodes that are lost later ---------------------------------------------------------------------
 
 
 def with_spares(toy: SlurmToy, spares: int) -> SlurmToy:
-    """A head that stays, and a node with an engine and a trainer."""
-    toy.recipe = RECIPE | {"recovery": {"in_place": True}}
+    """A head node that stays, and a node with an engine and a trainer."""
+    toy.recipe = TOY_RECIPE | {"recovery": {"in_place": True}}
     toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
@@ -168,7 +172,7 @@ def test_roles_of_a_lost_node_move_to_a_spare_and_the_run_ends_in_the_same_attem
     assert read_json(toy.run.state)["processes"]["router-0"]["incarnation"] == 0
 
 
-def test_without_a_spare_left_the_run_goes_back_into_the_queue(new_toy: Callable[..., SlurmToy]) -> None:
+def test_without_a_remaining_spare_the_run_is_requeued(new_toy: Callable[..., SlurmToy]) -> None:
     toy = with_spares(new_toy(), spares=1)
     toy.submit()
     toy.wait_until_ready("router-0", "inference-0", "trainer-0")
@@ -189,7 +193,8 @@ def test_without_a_spare_left_the_run_goes_back_into_the_queue(new_toy: Callable
     toy.assert_nothing_is_left()
 
 
-# -- how fast the nodes are given back -----------------------------------------------------------------------------------
+# -- how fast the nodes are given back
+# -----------------------------------------------------------------------------------
 
 # has a child in a session of its own, and ends at its own time
 STUBBORN = (
@@ -205,7 +210,7 @@ time.sleep(900)
 
 
 def seconds_to_release(toy: SlurmToy, since: float) -> float:
-    """From ``since``, a time of an event, until SLURM has all nodes idle again."""
+    """Seconds from ``since``, the time of an event, until all nodes are idle in SLURM."""
     toy.cluster.wait_until_idle()
     return time.time() - since
 
@@ -218,7 +223,7 @@ def seconds_to_release(toy: SlurmToy, since: float) -> float:
     ],
     ids=["a clean finish", "a crash"],
 )
-def test_nodes_are_given_back_at_once_though_a_server_does_not_heed_sigterm(
+def test_nodes_are_released_at_once_if_a_server_ignores_sigterm(
     new_toy: Callable[..., SlurmToy], train: str, state: RunState, limit_s: float
 ) -> None:
     toy = new_toy()
@@ -238,21 +243,23 @@ def test_nodes_are_given_back_at_once_though_a_server_does_not_heed_sigterm(
 
 @pytest.fixture
 def cluster_by_parents(
-    tmp_path_factory: pytest.TempPathFactory, virtual_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    users_folder: Path, virtual_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
-    """A second cluster: it has no control groups, and knows a process of a step by its parents alone."""
-    made = Cluster(tmp_path_factory.mktemp("mine"))  # SLURM's sockets in it must have short paths
-    told = made.tool("up", "--no-accounting", "--requeue-delay", "8")
+    """A second cluster without control groups, which identifies the processes of a step only by their parents."""
+    folder = users_folder / "mine"  # SLURM's sockets in it must have short paths
+    made = Cluster(folder, ClusterUser(USERS[0], folder))
+    told = made.tool("up", "--no-accounting", "--requeue-delay", "8", *WITH_USERS)
     assert "process tracking by linuxproc" in told
     monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:{os.environ['PATH']}")
+    assert made.user is not None
+    Acting.let(made.user, tmp_path, monkeypatch)
     yield made
     made.tool("down", "--purge")
 
 
-def test_nothing_is_left_where_slurm_knows_processes_by_their_parents_alone(
-    cluster_by_parents: Cluster, tmp_path: Path
-) -> None:
-    """Nor does the epilog of that cluster, which ends what escaped, find anything at a requeue, a cancel and a finish."""
+def test_no_process_remains_with_proctrack_linuxproc(cluster_by_parents: Cluster, tmp_path: Path) -> None:
+    """The epilog of that cluster, which ends escaped processes, finds none after a requeue, a cancel and a
+    completion."""
     toy = SlurmToy(cluster_by_parents, tmp_path / "run")
     toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1, 2))

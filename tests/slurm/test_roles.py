@@ -1,4 +1,4 @@
-"""Roles as SLURM steps: where they run, what SLURM knows of them, how they end, and what is left afterwards: nothing."""
+"""Roles as SLURM steps: where they run, what SLURM reports about them, how they end, and that no process remains."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pytest
 
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Role, RunState, process_name
-from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SAY, SAY_BESIDE_ENGINE, SERVE, TRAIN, SlurmToy, wait_for
+from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
+from tests.support.virtual_slurm import SAY, SAY_BESIDE_ENGINE, SERVE, TRAIN, SlurmToy, wait_for
 
 SHOW_GPUS = SAY + "print('gpus', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'), flush=True)\n"
 
 
-def test_roles_run_as_named_steps_on_their_nodes_and_a_finish_releases_all(toy: SlurmToy) -> None:
+def test_roles_run_as_named_steps_on_their_nodes_and_completion_releases_all(toy: SlurmToy) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, SAY_BESIDE_ENGINE, OnExit.ENDS_PHASE, nodes=(1, 2))
     toy.add(Role.ORCHESTRATOR, SAY, OnExit.ENDS_PHASE, nodes=(3,))
@@ -45,7 +46,7 @@ def test_a_crash_names_the_node_and_the_code_and_releases_all(toy: SlurmToy) -> 
     assert toy.fact().state == "FAILED"
 
 
-def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_is_told_with_its_own_code(toy: SlurmToy) -> None:
+def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_its_exit_code_is_reported(toy: SlurmToy) -> None:
     code = SAY + "if os.environ['SLURM_NODEID'] == '1': sys.exit(7)\ntime.sleep(900)\n"
     toy.add(Role.TRAINER, code, OnExit.ENDS_PHASE, nodes=(1, 2))
     toy.submit()
@@ -57,7 +58,7 @@ def test_a_crash_on_one_of_two_nodes_ends_the_peer_and_is_told_with_its_own_code
 
 
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.ORCHESTRATOR, Role.SFT, Role.EVALUATOR])
-def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy, role: Role) -> None:
+def test_a_killed_role_is_reported_with_its_signal(toy: SlurmToy, role: Role) -> None:
     name = process_name(role, 0)
     toy.add(role, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.submit()
@@ -69,7 +70,7 @@ def test_a_killed_role_is_told_by_its_signal(toy: SlurmToy, role: Role) -> None:
     assert (failure["process"], failure["node"], failure["signal"]) == (name, "n2", "SIGKILL")
 
 
-def test_killed_servers_a_requested_restart_a_late_one_and_a_killed_srun_are_started_again(
+def test_killed_requested_late_servers_and_a_killed_srun_are_restarted(
     toy: SlurmToy,
 ) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
@@ -86,7 +87,8 @@ def test_killed_servers_a_requested_restart_a_late_one_and_a_killed_srun_are_sta
 
     kill("n2", "inference-0")
     kill("n1", "router-0")
-    write_json(toy.run.restart_request("teacher-0"), {"reason": "it cannot be updated"})
+    request = toy.run.restart_request("teacher-0")
+    toy.as_user(lambda: write_json(request, {"reason": "it cannot be updated"}))
 
     def is_in_life(process: str, number: int) -> bool:
         return toy.run.endpoint(process).exists() and toy.endpoint(process)["incarnation"] == number
@@ -99,7 +101,7 @@ def test_killed_servers_a_requested_restart_a_late_one_and_a_killed_srun_are_sta
     lines = toy.cluster.processes_of(toy.run).items()
     sruns = [pid for pid, line in lines if "srun --overlap --job-name=router-0 " in line]
     assert sruns
-    for pid in sruns:  # with its shepherd; the step lives on without them
+    for pid in sruns:  # with its helper process; the step runs without them
         os.kill(pid, signal.SIGKILL)
     for process in ("router-0", "env_server-0", "teacher-0"):
         wait_for(lambda process=process: is_in_life(process, 2), f"third life of {process}", tell=toy.words)
@@ -109,7 +111,7 @@ def test_killed_servers_a_requested_restart_a_late_one_and_a_killed_srun_are_sta
     toy.assert_nothing_is_left()
 
 
-def test_roles_that_share_a_node_see_their_own_gpus_only(toy: SlurmToy) -> None:
+def test_roles_that_share_a_node_see_only_their_own_gpus(toy: SlurmToy) -> None:
     toy.plan_changes = {"accelerator": "gpu", "accelerators_per_node": 8}
     everything = tuple(range(8))
     for index, devices in enumerate([(0, 1), (2, 3, 4, 5), everything, ()]):
@@ -123,7 +125,7 @@ def test_roles_that_share_a_node_see_their_own_gpus_only(toy: SlurmToy) -> None:
     assert seen == ["0,1", "2,3,4,5", "0,1,2,3,4,5,6,7", "none"]
 
 
-def test_a_role_that_cannot_start_fails_the_run_with_sruns_words(toy: SlurmToy) -> None:
+def test_a_role_that_cannot_start_fails_the_run_with_the_message_of_srun(toy: SlurmToy) -> None:
     toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
     toy.processes[-1] = toy.processes[-1].model_copy(update={"srun_args": ("--gres=gpu:99",)})
     toy.submit()
@@ -132,12 +134,12 @@ def test_a_role_that_cannot_start_fails_the_run_with_sruns_words(toy: SlurmToy) 
     assert "srun: error" in read_json(toy.run.failure)["message"]
 
 
-def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(toy: SlurmToy) -> None:
+def test_a_second_job_on_the_run_directory_is_refused_and_the_first_continues(toy: SlurmToy) -> None:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
     toy.submit()
     toy.wait_until_ready("trainer-0")
     script = str(toy.run.launch / "job.sbatch")
-    second = ask(["sbatch", "--parsable", script]).strip()
+    second = toy.ask("sbatch", "--parsable", script).strip()
     wait_for(lambda: parse_squeue(ask(squeue_command([second])))[second].state == "FAILED", "its refusal")
     assert "another supervisor" in (toy.run.root / "logs" / f"slurm-{second}.out").read_text()
     (toy.run.root / "enough").touch()
@@ -145,11 +147,11 @@ def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(toy:
     assert toy.snapshot().attempt == 1
 
 
-def test_the_script_does_the_same_job_when_it_is_submitted_by_hand(toy: SlurmToy) -> None:
+def test_the_script_runs_the_same_job_when_submitted_manually(toy: SlurmToy) -> None:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
     toy.prepare()
     (toy.run.root / "enough").touch()
-    ask(["sbatch", str(toy.run.launch / "job.sbatch")])
+    toy.ask("sbatch", str(toy.run.launch / "job.sbatch"))
     wait_for(lambda: (read_json_or_none(toy.run.state) or {}).get("state") == RunState.DONE, "its end")
     toy.cluster.wait_until_idle()
     assert toy.run.latest_checkpoint() == 1 and not toy.cluster.processes_of(toy.run)

@@ -1,6 +1,6 @@
-"""What a profile asks for is what SLURM gets, once: every spelling, hostile environments, faults on the way, refusals.
+"""SLURM receives exactly what a profile requests: all spellings, hostile environments, communication faults, refusals.
 
-The faults are made by a `sbatch` of ours in front of the real one, which does its work and then tells something else.
+The faults come from a `sbatch` of the test that calls the real one and then prints something else.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from typing import Any
 
 import pytest
 
-from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.errors import ExitCode, SchedulerError
+from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.common.sbatch import UnansweredError
-from primerl_hpc.common.slurm import ENDED, ask
-from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.types import OnExit
-from tests.slurm.virtual import SAY, Cluster, SlurmToy, run_cli, wait_for
-from tests.support import ROOT
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.command_lines import shares_command
+from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.jobs import ENDED
+from primerl_hpc.slurm.sbatch import UnansweredError
+from tests.support.helpers import ROOT, unusable_sft_recipe
+from tests.support.virtual_slurm import SAY, Cluster, SlurmToy, run_cli, wait_for
 
 DEVICES = SAY + "print('devices', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))\n"
 
 
 def job_facts(job: str) -> dict[str, str]:
-    """The lines of ``scontrol show job`` whose values may hold blanks, and its words."""
+    """The lines of ``scontrol show job`` whose values may contain spaces, and its other fields."""
     facts = {}
     for line in ask(["scontrol", "show", "job", job]).splitlines():
         name, _, value = line.strip().partition("=")
@@ -64,7 +67,7 @@ def test_steps_with_and_without_gpus_start_in_every_spelling_of_the_request(
         toy.wait_for_words("devices 0,1,2,3,4,5,6,7", f"trainer-0_{node}")
 
 
-def test_words_of_the_profile_reach_slurm_byte_for_byte(new_toy: Callable[..., SlurmToy]) -> None:
+def test_texts_of_the_profile_reach_slurm_byte_for_byte(new_toy: Callable[..., SlurmToy]) -> None:
     comment = """it's "quoted" \\ $(touch /tmp/x) `id` ; # %j ü"""
     toy = new_toy(
         comment=comment, mail_type=("END", "FAIL"), mail_user="a@b.example", nice=7, begin="now+1hour"
@@ -82,7 +85,7 @@ def facts_of_new_job(toy: SlurmToy) -> dict[str, str]:
     return job_facts(toy.job)
 
 
-def test_variables_of_a_shell_or_job_around_do_not_override_the_script(
+def test_variables_of_the_submitting_shell_or_job_do_not_override_the_script(
     new_toy: Callable[..., SlurmToy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     around = {
@@ -113,7 +116,8 @@ def test_variables_of_a_shell_or_job_around_do_not_override_the_script(
 
 @pytest.fixture
 def faulty_sbatch(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """A `sbatch` whose body may call `real "$@"` and count with `call`; returns the file with one line per call."""
+    """Install a `sbatch` whose body may call `real "$@"` and count with `call`; return the file with one line per
+    call."""
 
     def make(body: str) -> Path:
         calls, command = tmp_path / "calls", tmp_path / "bin" / "sbatch"
@@ -121,7 +125,7 @@ def faulty_sbatch(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPa
         command.write_text(
             "#!/bin/bash\n"
             f'real() {{ {cluster.folder}/bin/sbatch "$@"; }}\n'
-            'timed_out() { echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1; }\n'
+            'timed_out() { echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1; }\n'  # noqa: E501
             f'echo "$@" >>{calls}; call=$(wc -l <{calls})\n{body}\n'
         )
         command.chmod(0o755)
@@ -142,14 +146,14 @@ def jobs_of(toy: SlurmToy) -> dict[str, str]:
 @pytest.mark.parametrize(
     "body, calls, says",
     [
-        ('real "$@" >/dev/null; timed_out', 1, "in the queue all the same"),
-        ('[ $call = 1 ] && timed_out; real "$@"', 2, "looking whether"),
+        ('real "$@" >/dev/null; timed_out', 1, "in the queue nevertheless"),
+        ('[ $call = 1 ] && timed_out; real "$@"', 2, "checking whether"),
         # the first try's request reached SLURM after everybody had looked
-        ('[ $call = 1 ] && timed_out; real "$@" >/dev/null; real "$@"', 2, "had reached SLURM after all"),
+        ('[ $call = 1 ] && timed_out; real "$@" >/dev/null; real "$@"', 2, "an earlier sbatch had succeeded"),
     ],
     ids=["taken", "not taken", "taken late"],
 )
-def test_a_submission_that_seems_to_time_out_makes_exactly_one_job(
+def test_a_submission_that_appears_to_time_out_creates_exactly_one_job(
     new_toy: Callable[..., SlurmToy],
     faulty_sbatch: Callable[[str], Path],
     capfd: pytest.CaptureFixture[str],
@@ -166,12 +170,12 @@ def test_a_submission_that_seems_to_time_out_makes_exactly_one_job(
     assert says in capfd.readouterr().err
 
 
-def test_a_submission_whose_end_nobody_saw_is_found_by_resume(
+def test_a_submission_with_unknown_result_is_found_by_resume(
     new_toy: Callable[..., SlurmToy], faulty_sbatch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SLURM takes the job and is silent from then on; the run directory stays, and resume finds its job."""
+    """SLURM accepts the job and then stops answering; the run directory remains, and resume finds its job."""
     called = faulty_sbatch('real "$@" >/dev/null; timed_out')
-    monkeypatch.setattr("primerl_hpc.launch.sbatch.PATIENCE_S", 0.5)
+    monkeypatch.setattr("primerl_hpc.launch.executor.SBATCH_PATIENCE_S", 0.5)
     toy = new_toy(begin="now+1hour")
     toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
     with pytest.raises(UnansweredError, match="resume"):
@@ -181,7 +185,7 @@ def test_a_submission_whose_end_nobody_saw_is_found_by_resume(
     assert len(called.read_text().splitlines()) == 1
 
 
-def test_a_controller_that_is_away_for_a_while_gets_the_job_once(
+def test_a_temporarily_unavailable_controller_gets_the_job_once(
     new_toy: Callable[..., SlurmToy], tmp_path: Path
 ) -> None:
     before, toy = new_toy("before", begin="now+1hour"), new_toy("toy", begin="now+1hour")
@@ -191,14 +195,19 @@ def test_a_controller_that_is_away_for_a_while_gets_the_job_once(
     before.submit()
     toy.cluster.wait_until_saved(before.job)
     toy.cluster.tool("kill-controller")
-    said = tmp_path / "said"
+    said, user = tmp_path / "said", toy.cluster.user
+    assert user is not None
     with said.open("w") as file:
         command = [sys.executable, "-m", "primerl_hpc", "resume", str(toy.run.root)]
         waiting = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=file, stderr=subprocess.STDOUT
+            command,
+            env={**user.environ, "PYTHONPATH": str(ROOT)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=user.enter,  # noqa: PLW1509 (it calls the system only)
         )
     try:
-        wait_for(lambda: "looking whether" in said.read_text(), "its first try", tell=said.read_text)
+        wait_for(lambda: "checking whether" in said.read_text(), "its first try", tell=said.read_text)
     finally:
         toy.cluster.tool("return-controller")
     assert waiting.wait(120) == 0, said.read_text()
@@ -208,10 +217,13 @@ def test_a_controller_that_is_away_for_a_while_gets_the_job_once(
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"partition": "gpu"}, ["no partition gpu", "--partition", "sinfo"]),
+        ({"partition": "gpu"}, ["partition gpu does not exist", "--partition", "sinfo"]),
         ({"qos": "urgent"}, ["QOS urgent", "--qos"]),
         ({"account": "physics"}, ["account physics", "--account"]),
-        ({"time": "2-00:00:00"}, ["walltime of 2-00:00:00", "--time"]),
+        (
+            {"time": "2-00:00:00"},
+            ["at most 4:00:00", "requests 1 node for 2-00:00:00", "lower scheduler.time"],
+        ),
         ({"constraint": "a100"}, ["features a100", "sinfo"]),
         ({"gres": ("gpu:tpu:8",)}, ["doctor"]),
         ({"reservation": "class"}, ["reservation class"]),
@@ -220,7 +232,7 @@ def test_a_controller_that_is_away_for_a_while_gets_the_job_once(
     ],
     ids=str,
 )
-def test_a_refusal_is_a_sentence_with_its_mend_and_nothing_is_queued(
+def test_a_refusal_is_one_sentence_with_a_hint_and_no_job_is_queued(
     new_toy: Callable[..., SlurmToy], changes: dict[str, Any], words: list[str]
 ) -> None:
     toy = new_toy(**changes)
@@ -235,33 +247,60 @@ def test_the_limit_of_jobs_in_the_queue_is_named(new_toy: Callable[..., SlurmToy
     first, second = new_toy("first", begin="now+1hour"), new_toy("second")
     for toy in (first, second):
         toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
-    ask(["sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=1"])
+    ask(["sacctmgr", "-i", "modify", "user", "alice", "set", "MaxSubmitJobs=1"])
     try:
         first.submit()
-        with pytest.raises(SchedulerError, match="as many jobs in the queue"):
+        with pytest.raises(SchedulerError, match="limit of queued jobs"):
             second.submit()
     finally:
-        ask(["sacctmgr", "-i", "modify", "user", "root", "set", "MaxSubmitJobs=-1"])
+        ask(["sacctmgr", "-i", "modify", "user", "alice", "set", "MaxSubmitJobs=-1"])
 
 
-def test_plan_tells_when_slurm_would_start_it(cluster: Cluster, tmp_path: Path) -> None:
-    recipe = sft_recipe(tmp_path)
+@pytest.mark.usefixtures("acting_user")
+def test_plan_shows_when_slurm_would_start_the_job(tmp_path: Path) -> None:
+    recipe = unusable_sft_recipe(tmp_path)
     done = run_cli("plan", recipe, "--profile", "virtual", "--json")
     estimate = json.loads(done.stdout)["estimate"]
     assert estimate["partition"] == "main" and estimate["nodes"].startswith("n"), done.stderr
     assert datetime.fromisoformat(estimate["start"])
     assert "could start" in run_cli("plan", recipe, "--profile", "virtual").stdout
     refused = run_cli("plan", recipe, "--profile", "virtual", "--partition", "gpu")
-    assert refused.returncode == 0 and "no partition gpu" in refused.stdout
+    assert refused.returncode == 0 and "partition gpu does not exist" in refused.stdout
     assert ask(["squeue", "--noheader"]) == ""
 
 
-def sft_recipe(folder: Path) -> str:
-    (folder / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / "model" / name).write_text("{}")
-    (folder / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
-    values = {"kind": "sft", "name": "small", "model": {"name": str(folder / "model")}, "max_steps": 3}
-    path = folder / "recipe.yaml"
-    path.write_text(dump_yaml({**values, "sft": {"data": {"path": str(folder / "rows.jsonl")}}}))
-    return str(path)
+@pytest.mark.usefixtures("acting_user")
+def test_plan_shows_the_gpu_hours_that_are_left_for_the_account(tmp_path: Path) -> None:
+    recipe = unusable_sft_recipe(tmp_path)
+    words = ("plan", recipe, "--profile", "virtual")
+    assert json.loads(run_cli(*words, "--json").stdout)["budget"] is None
+    ask(["sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRESMins=gres/gpu=6000"])
+    try:
+        wait_for(lambda: "gres/gpu=6000" in ask(shares_command()), "the limit")
+        budget = json.loads(run_cli(*words, "--json").stdout)["budget"]
+        assert (budget["account"], budget["holder"], budget["limit_hours"]) == ("lab", "lab", 100.0)
+        assert budget["remaining_hours"] == 100.0 - budget["used_hours"]
+        assert "of 100 GPU-hours left for lab" in run_cli(*words).stdout
+    finally:
+        ask(["sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRESMins=gres/gpu=-1"])
+
+
+@pytest.mark.usefixtures("acting_user")
+def test_overwrite_replaces_a_run_once_its_job_has_left_the_queue(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    words = ("submit", unusable_sft_recipe(tmp_path), "-p", "virtual", "--run-dir", str(run.root), "--json")
+    words += ("--profile-set", "scheduler.begin=now+1hour", "--overwrite", "--yes")
+    first = json.loads(run_cli(*words).stdout)["job_id"]
+    try:
+        (run.root / "weights").mkdir()
+        refused = run_cli(*words)
+        assert refused.returncode == ExitCode.OCCUPIED and f"job {first} of this run waits" in refused.stderr
+        assert (run.root / "weights").exists()
+        subprocess.run(["scancel", first], check=True)
+        wait_for(lambda: first not in ask(["squeue", "--noheader", "--format=%i"]), "its end")
+        done = run_cli(*words)
+        assert "an earlier run, " in done.stderr and not (run.root / "weights").exists()
+        second = json.loads(done.stdout)["job_id"]
+        assert second != first and read_json(run.job)["job_id"] == second
+    finally:
+        subprocess.run(["scancel", read_json(run.job)["job_id"]], check=True)

@@ -1,4 +1,4 @@
-"""tools/virtual-cluster: up after a dirty end, nothing left behind by down, power cuts and returns of nodes."""
+"""tools/virtual-cluster: a start after an unclean end, no process left by ``down``, power cuts and returns of nodes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.virtual import TOOL, Cluster, wait_for
-from tests.support import ROOT
+from tests.support.helpers import ROOT
+from tests.support.virtual_slurm import TOOL, Cluster, wait_for
 
 
 def holds(folder: Path) -> list[int]:
-    """Processes that work for the cluster in ``folder``."""
+    """Processes of the cluster in ``folder``."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
@@ -28,12 +28,12 @@ def holds(folder: Path) -> list[int]:
 
 @pytest.fixture
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """Not up yet. SLURM's sockets in its folder must have short names."""
+    """A cluster that is not started. SLURM's sockets in its folder must have short names."""
     return Cluster(tmp_path_factory.mktemp("mine"))
 
 
-def test_up_after_a_kill_and_down_leave_nothing_behind(mine: Cluster, virtual_cluster: Cluster) -> None:
-    """Beside another cluster with the same node names and addresses, which it does not disturb."""
+def test_up_after_a_kill_and_down_leave_no_process_behind(mine: Cluster, virtual_cluster: Cluster) -> None:
+    """A second cluster with the same node names and addresses does not disturb the first one."""
     mine.tool("up", "--nodes", "2", "--no-accounting")
     assert mine.tool("exec", str(mine.folder / "bin" / "srun"), "-N2", "hostname").split() != []
     assert mine.tool("status").startswith("up ") and "main*" in mine.tool("status")
@@ -51,7 +51,7 @@ def test_up_after_a_kill_and_down_leave_nothing_behind(mine: Cluster, virtual_cl
     virtual_cluster.wait_until_idle()
 
 
-def test_a_node_loses_power_and_comes_back(mine: Cluster, virtual_cluster: Cluster) -> None:
+def test_a_node_loses_power_and_returns(mine: Cluster, virtual_cluster: Cluster) -> None:
     mine.tool("up", "--nodes", "2", "--no-accounting", "--node-timeout", "3")
     try:
         mine.tool("kill-node", "n2")
@@ -77,6 +77,11 @@ def test_a_node_loses_power_and_comes_back(mine: Cluster, virtual_cluster: Clust
     [
         ("c", ["up", "--nodse", "4"]),
         ("c", ["up", "--nodes", "0"]),
+        ("c", ["up", "--nodes", "abc"]),
+        ("c", ["up", "--nodes"]),
+        ("c", ["up", "--gpus", "-1"]),
+        ("c", ["up", "--cpus", "08"]),
+        ("c", ["up", "--image", "/nowhere"]),
         ("c", ["dwon"]),
         ("too-long-for-sockets" * 4, ["up"]),
     ],
@@ -87,6 +92,42 @@ def test_a_mistyped_command_starts_nothing(tmp_path: Path, folder: str, words: l
     )
     assert done.returncode and done.stderr
     assert not (tmp_path / folder / "holder.pid").exists()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["up", "--nodes", "abc"], "--nodes must be an integer of at least 1, not 'abc'"),
+        (["up", "--nodes"], "--nodes needs a value"),
+        (["up", "--gpus", "-1"], "--gpus must be an integer of at least 0"),
+        (["up", "--users", "Alice"], "--users must be names"),
+        (["as", "carol", "id"], "there is no user carol"),
+        (["kill-node"], "kill-node NODE"),
+        (["return-node"], "return-node NODE"),
+        (["on", "n1"], "on NODE COMMAND..."),
+        (["exec"], "exec COMMAND..."),
+        (["down", "--prugee"], "unknown option --prugee"),
+    ],
+)
+def test_invalid_arguments_are_one_sentence_and_do_not_affect_the_running_cluster(
+    virtual_cluster: Cluster, words: list[str], says: str
+) -> None:
+    before = (virtual_cluster.folder / "holder.pid").read_text()
+    command = [str(TOOL), "--dir", str(virtual_cluster.folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode and says in done.stderr and done.stderr.count("\n") == 1
+    assert (virtual_cluster.folder / "holder.pid").read_text() == before
+    assert virtual_cluster.tool("status").startswith("up ")
+
+
+def test_a_user_who_is_not_root_gets_an_error_and_help_explains_how_to_add_users(
+    virtual_cluster: Cluster,
+) -> None:
+    command = [str(TOOL), "--dir", str(virtual_cluster.folder), "status"]
+    done = subprocess.run(command, user=65534, group=65534, capture_output=True, text=True, check=False)
+    assert done.returncode and "status requires root" in done.stderr and "down" not in done.stdout
+    shown = subprocess.run([str(TOOL), "--help"], capture_output=True, text=True, check=True).stdout
+    assert "sacctmgr -i add user carol account=lab" in shown
 
 
 def test_the_script_passes_shellcheck() -> None:

@@ -16,20 +16,40 @@ FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py
 # folder → what it may import besides itself and the standard library
 MAY_IMPORT = {
     "common": set(),
-    "recipe": {"common"},
-    "cluster": {"common"},
-    "plan": {"common", "recipe", "cluster"},
+    "slurm": {"common"},
+    "run": {"common", "slurm"},
+    "recipe": {"common", "run"},
+    "cluster": {"common", "slurm"},
+    "plan": {"common", "recipe", "cluster", "run"},
     "render": {"common", "recipe", "cluster", "plan"},
-    "launch": {"common", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"},
-    "cli": {"common", "recipe", "cluster", "plan", "render", "launch", "observe", "runtime", "envs"},
-    "runtime": {"common", "recipe", "plan"},
-    "roles": {"common", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"},
-    "observe": {"common", "cluster"},
-    "transport": {"common"},
-    "envs": {"common", "recipe"},
-    "inference": {"common", "recipe", "plan", "transport"},
-    "orchestrator": {"common", "recipe", "plan", "transport", "envs"},
-    "trainer": {"common", "recipe", "plan", "transport"},
+    "launch": {
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"),
+        "tracking",
+    },
+    "cli": {
+        "common",
+        "slurm",
+        "run",
+        "recipe",
+        "cluster",
+        "plan",
+        "render",
+        "launch",
+        "observe",
+        "runtime",
+        "envs",
+        "tracking",
+    },
+    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan"},
+    "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
+    | {"tracking"},
+    "tracking": {"common", "run", "recipe"},
+    "observe": {"common", "slurm", "run", "cluster"},
+    "transport": {"common", "run"},
+    "envs": {"common", "run", "recipe", "transport"},
+    "inference": {"common", "run", "recipe", "plan", "transport"},
+    "orchestrator": {"common", "run", "recipe", "plan", "transport", "envs"},
+    "trainer": {"common", "run", "recipe", "plan", "transport"},
 }
 
 
@@ -52,14 +72,23 @@ def test_a_folder_imports_only_what_comes_before_it(folder: str) -> None:
         assert not wrong, f"{path.relative_to(PACKAGE)} imports {sorted(wrong)}"
 
 
+RENDERERS = ("chatml", "literal_renderer")
+"""Modules of recipe that are imported only where package ``renderers`` is."""
+
+
 @pytest.mark.parametrize(
-    "folder", ["cli", "recipe", "cluster", "plan", "render", "launch", "observe", "runtime"]
+    "folder",
+    [
+        *("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe"),
+        "runtime",
+        "tracking",
+    ],
 )
 def test_the_login_node_half_loads_no_torch(folder: str) -> None:
     modules = [
         "primerl_hpc." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for path in (PACKAGE / folder).glob("*.py")
-        if path.name != "__init__.py"
+        for path in (PACKAGE / folder).rglob("*.py")
+        if path.name != "__init__.py" and path.stem not in RENDERERS
     ]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
@@ -77,9 +106,238 @@ def test_a_module_can_be_held_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 420
 
 
-@pytest.mark.parametrize("folder", ["common", "recipe", "cluster", "plan", "render"])
-def test_a_reading_order_names_the_modules_that_are_there(folder: str) -> None:
+MAX_PARAMETERS, MAX_LINES = 7, 60
+
+PRESCRIBED = {
+    "envs/shipped/inproc_chat/__init__.py: launch": "verifiers",
+    "inference/stores.py: secure_store": "torch.distributed",
+    "inference/vllm_compat.py: apply_local": "vLLM",
+    "plan/predict/figure.py: estimate": "the fields of a Figure",
+    "trainer/model/head.py: forward": "torch, whose functions take tensors with gradients as arguments",
+    "trainer/parallel/attention.py: packed_attention": "transformers",
+}
+"""Functions with more parameters, and what prescribes their signature: a library, or a dataclass that they build."""
+
+
+def functions_of(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods of a module with their names, as in ``roles/router.py: main``."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "decorator_list")]
+    return [
+        (f"{path.relative_to(PACKAGE)}: {node.name}", node)
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def parameter_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Parameters without ``self`` and ``cls``; ``*args`` and ``**kwargs`` count as one each."""
+    arguments = function.args
+    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    listed += filter(None, (arguments.vararg, arguments.kwarg))
+    return [argument.arg for argument in listed if argument.arg not in ("self", "cls")]
+
+
+def is_click_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """True for a command of the CLI. Its parameters are its options: click passes each one by name."""
+    return any("command(" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_functions_have_at_most_seven_parameters() -> None:
+    found = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name, function in functions_of(path)
+        if len(parameter_names(function)) > MAX_PARAMETERS and not is_click_command(function)
+    }
+    assert found == PRESCRIBED.keys()
+
+
+def test_functions_fit_on_a_screen() -> None:
+    lengths = {
+        name: (function.end_lineno or 0) - function.lineno + 1
+        for path in PACKAGE.rglob("*.py")
+        for name, function in functions_of(path)
+    }
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+
+ONE_FILE_AN_ENTRY = {"cli", "roles", "orchestrator/algorithms", "trainer/losses"}
+"""Folders with one file for each entry of a table: they may hold any number of modules."""
+MODULES = {
+    str(path.parent.relative_to(PACKAGE)): sorted(
+        each.stem for each in path.parent.glob("*.py") if each.stem not in ("__init__", "__main__")
+    )
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+    if path.parent != PACKAGE and "shipped" not in path.parts
+}
+
+
+@pytest.mark.parametrize("folder", sorted(MODULES.keys() - ONE_FILE_AN_ENTRY))
+def test_a_folder_holds_at_most_twelve_modules(folder: str) -> None:
+    assert len(MODULES[folder]) <= (13 if folder == "run" else 12), MODULES[folder]
+
+
+@pytest.mark.parametrize("folder", sorted(MODULES.keys() - {"cli", "roles"}))
+def test_a_reading_order_names_the_modules_that_exist(folder: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
     order = re.sub(r"\([^()]*\)", "", text.partition("Reading order")[2])
-    there = {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}
-    assert set(re.findall(r"\w+", order)) == there
+    missing = [module for module in MODULES[folder] if not re.search(rf"\b{module}\b", order)]
+    assert not missing
+
+
+PURE_FOLDERS = [f"orchestrator/{folder}" for folder in ("scheduling", "algorithms", "scoring", "batches")]
+PURE_FOLDERS.append("plan")
+PLAN_FILES = {"plan/types.py": "reads plan.json", "plan/planner.py": "paths of files of the run"}
+"""Modules of a pure folder that import RunDir, and why."""
+
+
+@pytest.mark.parametrize("folder", PURE_FOLDERS)
+def test_a_pure_folder_has_no_event_loop_client_clock_or_run_directory(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(alias.name for alias in node.names)]
+            impure = {"asyncio", "httpx", "time", "RunDir"} & {name.split(".")[0] for name in names}
+            if str(path.relative_to(PACKAGE)) in PLAN_FILES:
+                impure -= {"RunDir"}
+            assert not impure, f"{path.relative_to(PACKAGE)} imports {sorted(impure)}"
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    """Modules of our package that a module imports, for types only or for real."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("primerl_hpc."):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports in functions and for types count too."""
+    imports = {
+        "primerl_hpc." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): modules_imported_by(path)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    remaining = {name: imported & imports.keys() for name, imported in imports.items()}
+    while free := {name for name, imported in remaining.items() if not imported & remaining.keys()}:
+        remaining = {name: imported for name, imported in remaining.items() if name not in free}
+    assert not remaining, f"in or behind a circle: {sorted(remaining)}"
+
+
+def test_no_import_inside_a_folder_is_for_types_only() -> None:
+    """Such an import would hide a circle."""
+    found = {
+        f"{path.relative_to(PACKAGE)}: {statement.module}"
+        for path in PACKAGE.rglob("*/*.py")
+        if "TYPE_CHECKING" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        and (statement.module or "").startswith(f"primerl_hpc.{path.relative_to(PACKAGE).parts[0]}.")
+    }
+    assert not found
+
+
+SUBFOLDERS = {
+    "common": {"node": set(), "safety": set()},
+    "run": {"access": set(), "ledger": set()},
+    "plan": {"predict": set(), "simulation": set(), "assess": {"predict", "simulation"}},
+    "launch": {
+        **{name: set() for name in ("bundle", "code", "export", "planning", "prefetch", "storage")},
+        "doctor": {"export"},
+        "bench": {"doctor"},
+        "new_recipe": {"planning"},
+        "resume": {"planning"},
+    },
+    "envs": {"tool_servers": set(), "serving": set(), "shipped": {"serving", "tool_servers"}},
+    "inference": {"worker": set(), "load": set()},
+    "observe": {"status": set(), "diagnose": {"status", "inside"}, "logs": {"status"}}
+    | {"inside": {"status", "logs"}, "follow": {"status", "diagnose"}, "report": {"status", "diagnose"}},
+    "orchestrator": {
+        "scheduling": set(),
+        "rollouts": set(),
+        "scoring": {"algorithms"},
+        "algorithms": {"rollouts"},
+    }
+    | {
+        "batches": {"scoring"},
+        "engines": {"scheduling"},
+        "checkpoint": {"batches", "rollouts", "scheduling"},
+    },
+    "recipe": {"schema": set(), "sft": {"schema"}},
+    "runtime": {"files": set(), "steps": {"files"}, "job": {"files", "steps"}}
+    | {"elastic": {"files", "job", "steps"}},
+    "trainer": {
+        "fp8": set(),
+        "parallel": {"fp8"},
+        "losses": set(),
+        "host": set(),
+        "sft": set(),
+        "model": {"fp8", "host", "parallel"},
+    }
+    | {"optim": {"host", "model", "parallel"}, "weights": {"model", "parallel"}}
+    | {"checkpoint": {"host", "optim", "parallel", "weights"}, "colocation": {"host", "optim", "parallel"}},
+    "transport": {"rollouts": set(), "base_models": set(), "weights": {"base_models"}},
+}
+"""Subfolder → the other subfolders of its folder that it may import, at run time or for types."""
+
+
+@pytest.mark.parametrize("folder", sorted(SUBFOLDERS))
+def test_a_subfolder_imports_only_what_comes_before_it(folder: str) -> None:
+    table = SUBFOLDERS[folder]
+    there = {path.parent.name for path in (PACKAGE / folder).glob("*/__init__.py")}
+    assert there == set(table)
+    for subfolder, allowed in table.items():
+        for path in (PACKAGE / folder / subfolder).rglob("*.py"):
+            names = re.findall(rf"^\s*(?:from|import) primerl_hpc\.{folder}\.(\w+)", path.read_text(), re.M)
+            wrong = set(names) & there - allowed - {subfolder}
+            assert not wrong, f"{path.relative_to(PACKAGE)} imports {sorted(wrong)}"
+
+
+SLURM_COMMANDS = {"sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"}
+SLURM_COMMANDS |= {"sshare"}
+
+
+def slurm_command_lines(tree: ast.AST) -> list[int]:
+    """Lines where a SLURM command is the first word of a list, tuple or call, as in ``run("squeue", ...)``."""
+    types = {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.List | ast.Tuple | ast.Call):
+            continue
+        words = node.elts if isinstance(node, ast.List | ast.Tuple) and id(node) not in types else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "shutil.which":
+            words = node.args
+        first, *others = [word.value if isinstance(word, ast.Constant) else None for word in words] or [None]
+        if first in SLURM_COMMANDS and others and not set(others) & SLURM_COMMANDS:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_only_the_slurm_folder_and_srun_steps_write_command_lines_of_slurm() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (lines := slurm_command_lines(ast.parse(path.read_text())))
+    }
+    assert {path for path in found if not path.startswith("slurm/")} == {"runtime/steps/srun.py"}
+    assert slurm_command_lines(ast.parse('run_slurm("squeue", "--noheader")')) == [1]
+
+
+STAND_INS_FOR_OTHERS = {
+    "unit/plan/predict/timing/test_second_opinion.py": "a result of aiconfigurator",
+    "unit/transport/test_broadcast.py": "process groups of torch",
+    "security/test_control_tokens.py": "a tokenizer",
+}
+"""Tests with a SimpleNamespace, and the object of another library that it stands in for."""
+
+
+def test_tests_build_objects_of_the_package_with_their_constructors() -> None:
+    tests = PACKAGE.parent / "tests"
+    texts = {str(path.relative_to(tests)): path.read_text() for path in sorted(tests.rglob("*.py"))}
+    del texts["unit/test_imports.py"]
+    assert [name for name, text in texts.items() if ".__new__(" in text] == []
+    assert {name for name, text in texts.items() if "SimpleNamespace" in text} == {*STAND_INS_FOR_OTHERS}

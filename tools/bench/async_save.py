@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a checkpoint costs the steps beside it: step time while a save is on its way, over step time without.
+"""Measure the cost of a checkpoint for the steps that run during the save: step time with a save over step time
+without.
 
     tools/bench/async_save.py                       # 14 M parameters on one rank, five saves, on this machine
-    tools/bench/async_save.py --hidden 1024 --layers 16 --ranks 8 --profile h100x64   # whatever trains there
+    tools/bench/async_save.py --hidden 1024 --layers 16 --ranks 8 --profile h100x64   # on a cluster
 
-One run through the SFT role. Two kinds of steps meet a save: the one that makes the copy, which blocks it, and those beside
-the writing, from the copy to the marker. Medians, and the ratios are of one run.
+One run through the SFT role. A save affects two kinds of steps: the step that copies the state, which is blocked, and
+the steps during the write, from the copy to the marker. Values are medians; the ratios are from one run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from machine import ROOT, is_met
 
 sys.path.insert(0, str(ROOT))
 
-from primerl_hpc.common.metrics import read_steps
-from primerl_hpc.common.rundir import SIDE_DONE, RunDir
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.step_dirs import SIDE_DONE
 
 
 def train(folder: Path, options: argparse.Namespace) -> RunDir:
@@ -79,7 +81,7 @@ def main() -> int:
         saves = []
         for step in run.complete_checkpoints():
             side = run.checkpoint_side(step, "trainer")
-            # the row of a step is written after its copy
+            # the metrics of a step are written after its copy
             saves.append((rows[step]["time"], (side / SIDE_DONE).stat().st_mtime))
         size = sum(path.stat().st_size for path in side.iterdir())
     beside, alone, copying, copies = [], [], [], []
@@ -99,7 +101,7 @@ def main() -> int:
         f"{statistics.median(copies):.3f} s of it blocked"
     )
     print(
-        f"step beside writing {statistics.median(beside):.3f} s ({len(beside)} steps), written in {writing:.2f} s"
+        f"step during the write {statistics.median(beside):.3f} s ({len(beside)} steps), written in {writing:.2f} s"
     )
     met = [
         is_met(what, statistics.median(steps) / statistics.median(alone), at_most=1.15)

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Asynchronous against synchronous, same recipe, same machine: how soon is the policy as good, and who waits?
+"""Compare asynchronous and synchronous training of the same recipe: time to a target reward, and idle time of both
+sides.
 
-    tools/bench/async_vs_sync.py                                # the tiny recipe's own lag, and 0
+    tools/bench/async_vs_sync.py                                # the lag of the tiny recipe, and 0
     tools/bench/async_vs_sync.py --lags 4 0 --seeds 0 1 2 --target 0.8 --json
 
-Whole runs of the tiny recipe on CPU, one after the other, from one warm model, with `max_off_policy_steps` as each line
-says; every other seed in the opposite order. With several seeds the last lines are the medians of each lag.
+Complete runs of the tiny recipe on CPU, one after the other, from the same warmed-up model, with `max_off_policy_steps`
+as given in each line; every other seed in reverse order. With several seeds, the last lines are the medians of each
+lag.
 
-`to target s` is from the start of the first rollout to the step whose reward, as the mean of the last three batches, first
-reaches the target. The rest is of all steps but the first, which contains the start of engines and servers: `trainer waits`
-is the share of the trainer's time without a batch, `engines idle` how often an engine that was asked every 0.2 s had no
-request, `update s` a new policy's way to the engines and `paused s` how long they stood still for it, as medians.
+`to target s` is the time from the start of the first rollout to the step at which the mean reward of the last three
+batches first reaches the target. The other columns cover all steps except the first, which includes the startup of
+engines and servers: `trainer waits` is the share of the trainer's time without a batch, `engines idle` the share of
+polls (every 0.2 s) that found an engine without requests, `update s` the time from detecting a new policy until it is
+live and `paused s` the time for which engines were paused, as medians.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ from machine import ROOT, show
 sys.path.insert(0, str(ROOT))
 import httpx
 
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import RunDir, ensure_api_key, read_endpoints
-from primerl_hpc.orchestrator.fleet import parse_metrics
-from tests.e2e.runs import SFT_RECIPE, TINY, command
-from tests.support import make_tiny_model
+from primerl_hpc.orchestrator.engines.fleet import parse_metrics
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.endpoints import read_endpoints
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import make_tiny_model
+from tests.support.runs import SFT_RECIPE, TINY, command
 
 WINDOW = 3
 POLL_S = 0.2
@@ -45,20 +50,22 @@ SLOW_S = 3600.0
 
 
 class IdleWatch(Thread):
-    """Asks a run's engines how many requests they work on."""
+    """Polls the number of requests in a run's engines."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(daemon=True)
         self.run_dir, self.is_over = run, Event()
-        self.looks: list[tuple[float, bool]] = []  # when, and whether that engine was idle
+        self.looks: list[tuple[float, bool]] = []  # time of the poll, and whether the engine was idle
 
     def run(self) -> None:
-        with httpx.Client(timeout=5, trust_env=False) as client:
+        keys = run_keys(self.run_dir)
+        with httpx.Client(
+            verify=keys.client_context(), headers=keys.headers, timeout=5, trust_env=False
+        ) as client:
             while not self.is_over.wait(POLL_S):
                 for end in read_endpoints(self.run_dir, Role.INFERENCE.value).values():
-                    key = {"Authorization": f"Bearer {ensure_api_key(self.run_dir)}"}
                     try:
-                        answer = client.get(f"{end['url']}/metrics", headers=key)
+                        answer = client.get(f"{end['url']}/metrics")
                     except httpx.HTTPError:
                         continue
                     if answer.status_code == 200:
@@ -114,13 +121,13 @@ def _sum(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of those that are there."""
+    """Return the median of the values that are present."""
     there = [value for value in values if value is not None]
     return statistics.median(there) if there else None
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the runs of one lag; a target that most of them did not reach is not reached."""
+    """Return the medians of the runs of one lag. A target that most runs missed counts as not reached."""
     row: dict[str, Any] = {"max_off_policy_steps": rows[0]["max_off_policy_steps"], "seed": "median"}
     for name in list(rows[0])[2:]:
         values = [each[name] for each in rows]

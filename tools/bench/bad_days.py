@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""The real tiny run on a virtual cluster, through one bad day after the other: is a step lost, is anything left running?
+"""Run the real tiny recipe on a virtual cluster under one failure scenario ("day") after the other.
 
-    tools/bench/bad_days.py                                    # every day, one to three minutes each
-    tools/bench/bad_days.py --only none                        # the headline command with the shipped profile, unchanged
-    tools/bench/bad_days.py --only walltime,preemption --json
+    tools/bench/bad_days.py                                    # all scenarios, one to three minutes each
+    tools/bench/bad_days.py --only none                        # the README's command with the shipped profile,
+    unchanged tools/bench/bad_days.py --only walltime,preemption --json
 
-Needs root (see tools/virtual-cluster). Whole runs: vLLM on CPU, router, verifiers, torchrun, SLURM. `none` is what the README
-says, 400 steps of warm-up and 40 of RL, and its reward must rise; the others are short, with a checkpoint every two steps.
-A run that a day fails or stops leaves nothing, gives its nodes back within 30 s, and is resumed, at last to its end.
-`lost` counts steps that the trainer had to make again: none where it was warned, those since the last checkpoint where it was not.
-`released s` is from the end of trainer and orchestrator until SLURM's queue is empty. Exits with 1 when a run does not end as it should,
-a step or a rollout is lost or counted twice (`tests/e2e/accounts.py`), or processes or jobs are left.
+Requires root (see tools/virtual-cluster). Runs are complete: vLLM on CPU, router, verifiers, torchrun, SLURM. `none` is
+the README's example, 400 warm-up steps and 40 RL steps, and its reward must rise; the other scenarios are short, with a
+checkpoint every two steps. A run that fails or stops must leave no processes, release its nodes within 30 s, and finish
+after a resume. `lost` counts repeated training steps: none after a warning, at most those since the last checkpoint
+otherwise. `released s` is the time from the end of trainer and orchestrator until SLURM's queue is empty. Exits with 1
+if a run ends in another state than expected, a step or rollout is lost or counted twice (`tests/support/accounts.py`),
+or processes or jobs remain.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
+from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.files import read_json, read_json_or_none
-from primerl_hpc.common.metrics import read_steps
 from primerl_hpc.common.names import RunState
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import ask, parse_squeue, squeue_command
-from primerl_hpc.common.yamldoc import dump_yaml
 from primerl_hpc.plan.types import load_plan
-from tests.e2e.accounts import contradictions
-from tests.e2e.faults import DEPTHS
-from tests.e2e.runs import events, last_step, wait_in_run
-from tests.slurm.real import READY_S, SMALL, RealRun
-from tests.slurm.virtual import NODES, Cluster, not_on, wait_for
-from tests.support import make_tiny_model
+from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
+from tests.support.accounts import contradictions
+from tests.support.faults import DEPTHS
+from tests.support.helpers import make_tiny_model
+from tests.support.real_slurm import READY_S, SMALL, RealRun
+from tests.support.runs import events, last_step, wait_in_run
+from tests.support.virtual_slurm import NODES, Cluster, not_on, wait_for
 
 INTERVAL = 2
 RELEASED_S, FAILED_RELEASED_S = 10.0, 30.0
@@ -60,11 +62,12 @@ class Day:
     recipe: dict[str, Any] = field(default_factory=dict)
     attempts: int = 1
     may_lose: int = 0
-    """Steps made again for each fault that nobody announced: at most those since the last checkpoint."""
+    """Maximum number of repeated steps after a failure without warning: those since the last checkpoint."""
     on_small_disk: bool = False
 
 
-# -- waiting and looking -------------------------------------------------------------------------------------------------
+# -- waiting and checking
+# -------------------------------------------------------------------------------------------------
 
 
 def wait_for_step(real: RealRun, step: int) -> None:
@@ -81,19 +84,17 @@ def host_of(real: RealRun, process: str) -> str:
 
 
 def resume_after(cluster: Cluster, real: RealRun, state: RunState) -> None:
-    """Once the run is over with ``state``, has left nothing and has given its nodes back in time."""
+    """Wait until the run has ended with ``state``, left no processes and released its nodes in time."""
     start = time.monotonic()
     wait_for(lambda: real.state.is_final, f"state {state}", tell=real.words)
     assert real.state == state, f"the run is {real.state}"
     wait_for(lambda: not ask(["squeue", "--noheader"]).strip(), "an empty queue")
     wait_for(lambda: not cluster.processes_of(real.run), "the end of every process")
-    assert time.monotonic() - start <= FAILED_RELEASED_S, (
-        f"{time.monotonic() - start:.0f} s until it was gone"
-    )
+    assert time.monotonic() - start <= FAILED_RELEASED_S, f"{time.monotonic() - start:.0f} s until its end"
     subprocess.run([*PRIMERL, "resume", str(real.run.root)], check=True, stdout=sys.stderr)
 
 
-# -- what happens --------------------------------------------------------------------------------------------------------
+# -- scenarios -------------------------------------------------------------------------------------
 
 
 def headline(_cluster: Cluster, real: RealRun) -> None:
@@ -104,7 +105,7 @@ def headline(_cluster: Cluster, real: RealRun) -> None:
 
 
 def beside_the_trainer(_cluster: Cluster, real: RealRun) -> None:
-    """Nothing bad: orchestrator, router and environment servers are on the trainer's node."""
+    """Inject no failure. Orchestrator, router and environment servers are on the trainer's node."""
     wait_for_step(real, 1)
     hosts = {
         name: host_of(real, name) for name in ("trainer-0", "orchestrator-0", "router-0", "env_server-0")
@@ -116,7 +117,7 @@ def kill(process: str, depth: int) -> Callable[[Cluster, RealRun], None]:
     def happens(cluster: Cluster, real: RealRun) -> None:
         wait_for_step(real, 3)
         real.process_of(cluster, process, depth).kill()
-        if process in DEPTHS:  # a server: it is started again beside the others, and found by them
+        if process in DEPTHS:  # a server: it is restarted alone, and the other processes find it again
             wait_for_event(real, "role_restarting")
             assert [row["process"] for row in events(real.run, "role_restarting")] == [process]
 
@@ -136,16 +137,16 @@ def kill_the_supervisor(cluster: Cluster, real: RealRun) -> None:
 
 
 def scancel(cluster: Cluster, real: RealRun) -> None:
-    """SLURM sends SIGTERM, and SIGKILL after its KillWait, of 5 s here: enough to save."""
+    """SLURM sends SIGTERM, and SIGKILL after KillWait (5 s here), which is enough to save a checkpoint."""
     wait_for_step(real, 3)
     subprocess.run(["scancel", real.job], check=True)
     resume_after(cluster, real, RunState.STOPPED)
 
 
 def walltime(_cluster: Cluster, real: RealRun) -> None:
-    """Twice, by the very signal of `--signal=B:USR2@…`: a real limit would have to know how fast this machine is."""
-    for life in (1, 2):
-        wait_for_event(real, "attempt_started", life)
+    """Send the signal of `--signal=B:USR2@…` twice; a real walltime would depend on the speed of this machine."""
+    for attempt in (1, 2):
+        wait_for_event(real, "attempt_started", attempt)
         wait_for_step(real, (real.run.latest_checkpoint() or 0) + 3)
         subprocess.run(["scancel", "--batch", "--signal=USR2", real.job], check=True)
         wait_for(lambda: real.state == RunState.PENDING, "the queue", tell=real.words)
@@ -164,7 +165,7 @@ def lose_the_node_of(process: str) -> Callable[[Cluster, RealRun], None]:
         wait_for_step(real, 3)
         host = host_of(real, process)
         cluster.tool("kill-node", host)
-        try:  # it comes back when the run has gone on elsewhere
+        try:  # the node returns after the run has continued on another one
             wait_for_step(real, 8)
         finally:
             cluster.tool("return-node", host)
@@ -173,7 +174,7 @@ def lose_the_node_of(process: str) -> Callable[[Cluster, RealRun], None]:
 
 
 def restart_a_slurmd(cluster: Cluster, real: RealRun) -> None:
-    """The trainer's: SLURM misses it, its step goes on, and it comes back."""
+    """Disconnect the trainer's node: SLURM reports it missing, its step continues, and the node returns."""
     wait_for_step(real, 3)
     host = host_of(real, "trainer-0")
     state = ["sinfo", "--noheader", f"--nodes={host}", "--partition=main", "--format=%T"]
@@ -218,18 +219,18 @@ def start_a_second_supervisor(_cluster: Cluster, real: RealRun) -> None:
 
 
 def meet_a_neighbour(cluster: Cluster, real: RealRun) -> None:
-    """A second run of the same recipe on the same nodes at the same time; both end well."""
+    """Run the same recipe twice on the same nodes at the same time; both must finish."""
     wait_for_step(real, 1)
     other = submit("neighbour-2", DAYS["neighbour"], real.run.root.parent.parent)
     wait_for_step(other, 3)
-    assert not real.state.is_final, "the first run was over before its neighbour had begun"
+    assert not real.state.is_final, "the first run ended before the second one started"
     assert read_json(other.run.state)["hosts"] == read_json(real.run.state)["hosts"]
     for run in (real, other):
         run.wait_for_state(RunState.DONE, 2 * READY_S)
     restarts = events(real.run, "role_restarting") + events(other.run, "role_restarting")
-    assert not restarts, f"the neighbours disturbed each other: {restarts}"
+    assert not restarts, f"the concurrent runs disturbed each other: {restarts}"
     assert not (wrong := contradictions(other.run)), wrong
-    wait_for(lambda: not cluster.processes_of(other.run), "the end of the neighbour's processes")
+    wait_for(lambda: not cluster.processes_of(other.run), "the end of the second run's processes")
 
 
 def profile(*settings: str) -> tuple[str, ...]:
@@ -277,13 +278,13 @@ DAYS = {
     ),  # until the second one trains
 }
 
-# -- one day -------------------------------------------------------------------------------------------------------------
+# -- one scenario ----------------------------------------------------------------------------------
 
 
 def submit(name: str, day: Day, folder: Path) -> RealRun:
-    """In ``folder``, where a model is in outputs/tiny and the checkout's recipes are in recipes."""
+    """Submit in ``folder``, which contains a model in outputs/tiny and the recipes of the checkout in recipes."""
     root = folder / ("small" if day.on_small_disk else "runs") / name
-    if day.happens is headline:  # to the letter, but for the folder of the run
+    if day.happens is headline:  # the exact command, except for the run directory
         words = ("recipes/reverse_text/tiny.yaml", "--profile", "virtual", "--follow")
     else:
         (folder / f"{name}.yaml").write_text(dump_yaml({**RECIPE, **day.recipe, "name": name}))
@@ -295,7 +296,7 @@ def submit(name: str, day: Day, folder: Path) -> RealRun:
 
 
 def spend(name: str, day: Day, cluster: Cluster, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """A row, and what is wrong."""
+    """Return the row of the table, and the errors found."""
     cluster.wait_until_idle()
     start, wrong = time.time(), []
     real = submit(name, day, folder)
@@ -336,8 +337,8 @@ def spend(name: str, day: Day, cluster: Cluster, folder: Path) -> tuple[dict[str
 
 
 def until_released(real: RealRun) -> float:
-    """Seconds from the end of the last trainer or orchestrator, a neighbour's too, until no job is in the queue, not even one
-    that completes.
+    """Seconds from the end of the last trainer or orchestrator, of both runs, until no job is in the queue, not
+    even one that completes.
     """
     wait_for(lambda: not ask(["squeue", "--noheader"]).strip(), "an empty queue")
     so_far = [RunDir(root) for root in real.run.root.parent.iterdir()]
@@ -345,16 +346,17 @@ def until_released(real: RealRun) -> float:
 
 
 def clear(real: RealRun, cluster: Cluster) -> None:
-    """For the next day, however this one ended."""
+    """Clean up for the next scenario, however this one ended."""
     if read_json_or_none(real.run.job) is not None:
         subprocess.run(["scancel", "--full", real.job], check=False, capture_output=True)
-    subprocess.run(["scancel", "--user=root"], check=False, capture_output=True)  # of this cluster
+    # jobs of this virtual cluster
+    subprocess.run(["scancel", "--user=root"], check=False, capture_output=True)
     wait_for(lambda: not cluster.processes_of(real.run), "the end of every process")
 
 
 @contextlib.contextmanager
 def a_small_disk(folder: Path) -> Iterator[None]:
-    """That every node sees: mounted before the cluster is up."""
+    """Create a folder visible on every node; it is mounted before the cluster starts."""
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)], check=True)
     try:
@@ -379,8 +381,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(DAYS), help=f"some of {', '.join(DAYS)}, by commas")
-    parser.add_argument("--keep", type=Path, help="folder for the runs, kept; default: a temporary one")
+    parser.add_argument("--only", default=",".join(DAYS), help=f"comma-separated subset of {', '.join(DAYS)}")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs in this folder [default: a temporary folder]"
+    )
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
     names = [name.strip() for name in options.only.split(",")]
@@ -398,7 +402,7 @@ def main() -> int:
             for name in names:
                 try:
                     row, faults = spend(name, DAYS[name], cluster, folder)
-                except subprocess.CalledProcessError as error:  # the other days are worth a table
+                except subprocess.CalledProcessError as error:  # continue with the other scenarios
                     faults = [f"{name}: primerl-hpc submit ended with {error.returncode}"]
                 else:
                     rows.append(row)

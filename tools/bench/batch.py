@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""A batch's way to the disk: packed for the trainer's ranks and written, and the queue of a checkpoint beside it.
+"""Measure packing a batch for the trainer's ranks, writing it, and writing the queue file of a checkpoint.
 
     tools/bench/batch.py                                       # 2,048 rollouts of 4,096 tokens for 8 ranks
     tools/bench/batch.py --rollouts 512 --repeats 5 --json
 
-`data` is what the trainer reads, in MiB; `peak x` is the memory of this process beyond its start, samples included, over
-`data`, until the first batch is written. `cpu s` is this process's CPU time of pack and write; `plain s` writes and fsyncs as many bytes of one buffer on the same
-disk, in the same repeat. `queue s` writes the same rollouts as finished ones that wait, `queue read s` reads them. Asked: both in
-under 2 s, peak below 3.
+`data` is the size of what the trainer reads, in MiB; `peak x` is the memory of this process above its start, samples
+included, over `data`, until the first batch is written. `cpu s` is the CPU time of packing and writing; `plain s` the
+time to write and fsync the same number of bytes from one buffer to the same disk, in the same repeat. `queue s` is the
+time to write the same rollouts as finished rollouts that wait for a batch, `queue read s` to read them. Required: both
+below 2 s, peak below 3.
 """
 
 from __future__ import annotations
@@ -28,14 +29,12 @@ from machine import ROOT, show
 sys.path.insert(0, str(ROOT))
 import numpy as np
 
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.orchestrator.packing import TrainSample, pack
-from primerl_hpc.orchestrator.queue_file import read_queue, write_queue
-from primerl_hpc.orchestrator.sampler import TaskRef
-from primerl_hpc.orchestrator.scoring import ScoredGroup
-from primerl_hpc.orchestrator.trajectories import Rollout, Sample
-from primerl_hpc.transport.rollouts import StepInfo
-from primerl_hpc.transport.rollouts_filesystem import FilesystemSender
+from primerl_hpc.orchestrator.batches.packing import pack
+from primerl_hpc.orchestrator.checkpoint.queue_file import read_queue, write_queue
+from primerl_hpc.orchestrator.types import Rollout, Sample, ScoredGroup, TaskRef, TrainSample
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.transport.rollouts.filesystem import FilesystemSender
+from primerl_hpc.transport.rollouts.types import StepInfo
 
 GROUP = 16
 MIB = 1 << 20
@@ -111,7 +110,9 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on which disk; default: the temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure [default: the temporary folder]"
+    )
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
     before = peak_bytes()

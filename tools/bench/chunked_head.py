@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The chunked head beside the plain one: peak memory, time and values of log-probabilities and entropy.
+"""Compare the chunked head with the plain one: peak memory, time, log-probabilities and entropy.
 
     tools/bench/chunked_head.py                                  # vocabulary 151,936, 4,096 tokens, hidden size 1,024
     tools/bench/chunked_head.py --device cuda --dtype bfloat16
 
-Memory is what forward and backward need beyond inputs, weight and the weight's gradient, which both have: on CPU
-torch's own count of allocated bytes, on a GPU its allocator's peak. Each variant runs in a process of its own.
+Memory is that of forward and backward in addition to inputs, weight and the weight's gradient, which both need: on CPU
+torch's count of allocated bytes, on a GPU the allocator's peak. Each variant runs in its own process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from primerl_hpc.trainer.head import ChunkedLogprob, auto_chunk_tokens
+from primerl_hpc.trainer.model.head import ChunkedLogprob, auto_chunk_tokens
 
 SHARE = {"float32": 1 / 8, "bfloat16": 1 / 4}
-"""Of the plain one's memory: in bfloat16 the weight's gradient is summed up in float32 beside it."""
+"""Share of the plain head's memory: with bfloat16, the weight's gradient is accumulated in an additional float32
+buffer.
+"""
 
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7}
-"""Largest difference of values, of the largest one: products of other sizes round logits otherwise, in bfloat16 to 8 bits."""
+"""Largest difference of values, of the largest one: products of other sizes round logits otherwise, in bfloat16 to 8
+bits.
+"""
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +48,9 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    return ChunkedLogprob.apply(hidden, weight, targets, temperatures, auto_chunk_tokens(len(weight)))
+    return ChunkedLogprob.apply(
+        hidden, weight, targets, temperatures, auto_chunk_tokens(len(weight), weight.device)
+    )
 
 
 def run_variant(options: argparse.Namespace) -> dict[str, float]:
@@ -63,7 +69,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, float]:
         return logprobs.detach(), entropies
 
     if device.type == "cuda":
-        step()  # workspaces and kernels of the first call are no part of it
+        step()  # warm up: exclude workspaces and kernels of the first call
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""How long a user waits for the command line: wall time of whole processes, warm, median of several runs.
+"""Measure how long the command line takes: wall time of complete processes with warm caches, median of several runs.
 
-tools/bench/command_line.py --model outputs/tiny       # exit code 1 where a figure that is asked for is missed
+tools/bench/command_line.py --model outputs/tiny       # exit code 1 if a required figure is missed
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AT_MOST_S = {"--help": 0.25, "plan": 1.0, "render": 1.0}
 
 
 def measure(words: list[str], runs: int) -> tuple[float, float, float]:
-    """(median, min, max) in seconds, after one run to warm the caches."""
+    """Return (median, min, max) in seconds, after one run to warm the caches."""
     script = Path(sys.executable).with_name("primerl-hpc")
     command = [str(script), *words] if script.exists() else [sys.executable, "-m", "primerl_hpc", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder made by tools/tiny-model")
+    parser.add_argument("--model", type=Path, required=True, help="folder created by tools/tiny-model")
     parser.add_argument("--runs", type=int, default=7)
     options = parser.parse_args()
     tiny = options.model.resolve()

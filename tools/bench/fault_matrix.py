@@ -1,27 +1,34 @@
 #!/usr/bin/env python3
-"""A run whose processes are killed and frozen again and again: does it end, and is every rollout accounted for?
+"""Kill and freeze processes of a run repeatedly, and check that it finishes and that every rollout is accounted for.
 
     tools/bench/fault_matrix.py                                 # 20 faults of serving processes in 30 steps
     tools/bench/fault_matrix.py --faults 4 --steps 8 --seed 7 --json
     tools/bench/fault_matrix.py --learners --steps 12           # trainer, then orchestrator, each followed by a resume
+    tools/bench/fault_matrix.py --random --runs 4 --steps 20    # a random process every 15 to 35 s, until the run ends
 
-The whole run is real (vLLM on CPU, router, verifiers, torchrun), the tiny recipe as opd, so that there is a teacher. Engine,
-router, environment server and teacher each get SIGKILL and SIGSTOP in a random order, each after a finished rollout and a
-random moment, and two of the same process with a step in between: a run ends after too many without progress. `noticed` is
-from the signal to the supervisor's first word about it, `ready` to the successor's readiness, `rollout` to the next finished
-rollout after that.
+The run is complete and real (vLLM on CPU, router, verifiers, torchrun): the tiny recipe with algorithm opd, so that it
+has a teacher. Engine, router, environment server and teacher each receive SIGKILL and SIGSTOP in a random order, each
+after a finished rollout and a random delay. Two faults of the same process have a step between them, because a run ends
+after too many failures without progress. `noticed` is the time from the signal to the supervisor's first event about
+it, `ready` until the restarted process is ready, `rollout` until the next finished rollout.
 
-With --learners recovery inside the allocation is off, and who is killed ends the attempt: `ended` is from the kill to the
-run's own word that it failed, `gone` to the end of its last process, `left` how many were there half a minute later. After
-each the run is resumed, at last to its end.
+With --learners, recovery inside the allocation is disabled, so that the kill ends the attempt: `ended` is the time from
+the kill until the run has reported its failure, `gone` until its last process has exited, `left` the number of
+processes half a minute later. The run is resumed after each kill, at last until its end.
 
-Exits with 1 when the run does not end well, something else was restarted, something is lost or counted twice, fewer faults
-fitted than were asked for, or a killed learner left a process or no failure.json, or ended its run after more than 30 s.
+With --random, a process of a randomly drawn role receives SIGKILL every 15 to 35 s (--every) from the first finished
+step until the end of the run: the role's process or one below it, never the supervisor. One row per run: its final
+state, the kills by role, and the recoveries of trainer and orchestrator. Nothing is resumed.
+
+Exits with 1 if a run does not finish, another process was restarted, something is lost or counted twice, fewer faults
+than requested were injected, or a killed learner left a process or no failure.json, or its run took more than 30 s to
+end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -30,37 +37,43 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.files import read_json_or_none
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.observe.snapshot import take_snapshot
-from tests.e2e.accounts import contradictions
-from tests.e2e.faults import DEPTHS, SIGNALS, strike
-from tests.e2e.runs import TINY, command, events, last_step, process_of, processes_of, wait_in_run
-from tests.support import is_alive
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.rundir import RunDir
+from tests.support.accounts import contradictions
+from tests.support.faults import DEPTHS, SIGNALS, strike
+from tests.support.helpers import is_alive
+from tests.support.runs import TINY, command, events, last_step, process_of, processes_of, wait_in_run
 
 HEALTH_S = 20
 SETTINGS = (
     "warmup=null",
     "environments.eval=[]",
-    "rollouts.batch_size=192",  # a step takes longer than the pause before a fault, so that as many faults fit
+    "rollouts.batch_size=192",  # steps longer than the delay before a fault, so that all faults fit
     "checkpoint.interval=5",
     f"timeouts.health_s={HEALTH_S}",
     "timeouts.weight_update_s=60",
 )
 LEARNERS = {"trainer-0": 2, "orchestrator-0": 1}
-"""And how far below its guard the process is that gets the signal."""
+"""Roles, and the depth below their guard of the process that receives the signal."""
 ENDS_WITHIN_S, GONE_WITHIN_S = 30.0, 30.0
+RANDOM_RUN_S = 1500.0
+"""A randomly killed run that has not ended after this time counts as not finished."""
 
 
 def make_schedule(count: int, seed: int) -> list[tuple[str, str]]:
-    """Every process with every kind of fault as often as any other, to within one, in a random order."""
+    """Return pairs of process and fault in random order, each equally often to within one."""
     every = list(itertools.product(DEPTHS, SIGNALS))
     chance = random.Random(seed)
     schedule: list[tuple[str, str]] = []
@@ -73,7 +86,7 @@ def one_fault(run: RunDir, process: str, kind: str, pause_s: float) -> dict[str,
     time.sleep(pause_s)
     step, fault = last_step(run), strike(run, process, kind)
     wait_in_run(run, lambda: fault.noticed(run), f"{process} ({kind}) is noticed")
-    wait_in_run(run, lambda: fault.mended(run), f"the successor of {process} ({kind})")
+    wait_in_run(run, lambda: fault.replaced(run), f"the successor of {process} ({kind})")
     size = run.traces("train").stat().st_size
     wait_in_run(
         run, lambda: run.traces("train").stat().st_size != size or last_step(run) > step + 1, "a rollout"
@@ -82,7 +95,7 @@ def one_fault(run: RunDir, process: str, kind: str, pause_s: float) -> dict[str,
         "fault": f"{kind} {process}",
         "after step": step,
         "noticed s": fault.noticed(run)["time"] - fault.time,
-        "ready s": fault.mended(run)["time"] - fault.time,
+        "ready s": fault.replaced(run)["time"] - fault.time,
         "rollout s": time.time() - fault.time,
     }
     print(json.dumps(row), file=sys.stderr, flush=True)
@@ -97,12 +110,30 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learners", action="store_true", help="kill trainer and orchestrator instead")
-    parser.add_argument("--keep", type=Path, help="folder for the run, kept; default: a temporary one")
+    parser.add_argument("--random", action="store_true", help="kill random processes instead")
+    parser.add_argument("--runs", type=int, default=4, help="number of runs with --random")
+    parser.add_argument(
+        "--every",
+        type=float,
+        nargs=2,
+        default=(15.0, 35.0),
+        metavar="S",
+        help="shortest and longest time between two kills with --random; increase it on a busy machine",
+    )
+    parser.add_argument("--keep", type=Path, help="keep the run in this folder [default: a temporary folder]")
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-faults-") as temporary:
         folder = options.keep or Path(temporary)
         os.environ["PRIMERL_HOME"] = str(folder / "state")
+        if options.random:
+            rows, lost = measure_random(folder, options.runs, options.steps, options.seed, options.every)
+            first, last = options.every
+            what = (
+                f"{options.runs} runs of {options.steps} steps, a random process killed every {first:g} to {last:g} s, "
+                f"seed {options.seed}"
+            )
+            return conclude(what, rows, lost, as_json=options.as_json)
         if options.learners:
             rows, lost = measure_learners(folder, options.steps)
         else:
@@ -124,7 +155,7 @@ def submit(folder: Path, steps: int, *more: str) -> RunDir:
 
 
 def ended(run: RunDir, timeout_s: float = 900.0) -> list[str]:
-    """What is wrong with the end of the run, and with what it left."""
+    """Return the errors in the final state of the run and in what it left behind."""
     deadline = time.monotonic() + timeout_s
     while not take_snapshot(run).state.is_final and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -140,17 +171,17 @@ def cancel(run: RunDir) -> None:
 
 
 def measure(folder: Path, faults: int, steps: int, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row per fault, and what is wrong after the end."""
+    """Return one row per fault, and the errors at the end."""
     teacher = f"{{model: {{name: {folder}/tiny/model, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
     run = submit(folder, steps, "algorithm={type: opd}", f"teacher={teacher}")
     chance = random.Random(seed)
-    struck = dict.fromkeys(DEPTHS, 0)  # the last step before each process was last struck
+    struck = dict.fromkeys(DEPTHS, 0)  # the last step before the last fault of each process
     try:
         rows = []
         for process, kind in make_schedule(faults, seed):
             wait_in_run(run, lambda process=process: last_step(run) > struck[process], "a step")
             if last_step(run) >= steps - 2:
-                break  # the run was faster than its faults
+                break  # the run finished before all faults were injected
             row = one_fault(run, process, kind, chance.uniform(0, 2))
             struck[process] = row["after step"]
             rows.append(row)
@@ -166,7 +197,7 @@ def measure(folder: Path, faults: int, steps: int, seed: int) -> tuple[list[dict
 
 
 def measure_learners(folder: Path, steps: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row per learner, and what is wrong after the end."""
+    """Return one row per learner, and the errors at the end."""
     run = submit(folder, steps, "recovery.in_place=false", "checkpoint.interval=2")
     try:
         rows, lost = [], []
@@ -177,6 +208,65 @@ def measure_learners(folder: Path, steps: int) -> tuple[list[dict[str, Any]], li
         return rows, lost + ended(run)
     finally:
         cancel(run)
+
+
+def measure_random(
+    folder: Path, runs: int, steps: int, seed: int, every_s: Sequence[float]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return one row per run killed at random until its end, and the errors at the end of each."""
+    rows, lost = [], []
+    for number in range(runs):
+        run = submit(folder / str(number), steps, "rollouts.batch_size=96", "layout.trainer.ranks=1")
+        try:
+            rows.append(kill_at_random(run, random.Random(seed + number), every_s))
+            state = rows[-1]["state"]
+            wrong = contradictions(run) if state == "done" else [f"the run is {state}"]
+            lost += [f"run {number}: {each}" for each in wrong]
+        finally:
+            cancel(run)
+    return rows, lost
+
+
+def kill_at_random(run: RunDir, chance: random.Random, every_s: Sequence[float]) -> dict[str, Any]:
+    """Kill random processes until the run ends, or for `RANDOM_RUN_S`."""
+    began, killed = time.monotonic(), Counter[str]()
+    wait_in_run(run, lambda: last_step(run) > 0, "the first step")
+    while time.monotonic() - began < RANDOM_RUN_S:
+        next_kill = time.monotonic() + chance.uniform(*every_s)
+        while time.monotonic() < next_kill and not take_snapshot(run).state.is_final:
+            time.sleep(0.2)
+        if take_snapshot(run).state.is_final:
+            break
+        victims = victims_of(run)
+        if role := chance.choice(sorted(victims)) if victims else None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                chance.choice(victims[role]).kill()
+                killed[role] += 1
+                print(f"killed {role} after step {last_step(run)}", file=sys.stderr, flush=True)
+    row = {
+        "state": take_snapshot(run).state.value,
+        "step": last_step(run),
+        "kills": killed.total(),
+        "of": ", ".join(f"{role} {count}" for role, count in sorted(killed.items())),
+        "recoveries": len(events(run, "recovery_started")),
+        "restarts": len(events(run, "role_restarting")),
+        "failure": str((read_json_or_none(run.failure) or {}).get("reason", "")),
+        "seconds": round(time.monotonic() - began),
+        "load": round(os.getloadavg()[2], 1),
+    }
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
+def victims_of(run: RunDir) -> dict[str, list[psutil.Process]]:
+    """Return the processes below the guard of each role."""
+    found = {}
+    for process in processes_of(run.root):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if "primerl_hpc.runtime.steps.guard" in words and (below := process.children(recursive=True)):
+                found[words[-1]] = below
+    return found
 
 
 def kill_learner(run: RunDir, process: str, depth: int) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""What only a GPU can show, by one command: every bench that has a figure there, and the tests marked `gpu`.
+"""Run everything that needs a GPU: each benchmark with a figure for GPUs, and the tests marked `gpu`.
 
-    tools/bench/gpu.py --json gpu.json               # on one H100 or H200: all of it, in less than ten minutes
-    tools/bench/gpu.py --only speed-rl-16384 tests   # parts of it
+    tools/bench/gpu.py --json gpu.json               # on one H100 or H200: everything, in 17 minutes
+    tools/bench/gpu.py --only speed-rl-16384 tests   # some parts
+    tools/bench/gpu.py --cpu                         # without a GPU: every part in its smallest form, five minutes
 
-Each part is a process of its own with a share of the time, and of what those before it left over, and what it started ends with it. The
-tests come first. One that fails or takes too long is named with the figures it had by then, and the next one begins; a part for
-which the whole has no time left is not begun: ask for it alone then. FILE is written anew after each part. Ends with 0 where every part is done and every figure asked for
-met, with 69 where there is no GPU.
+Each part runs in its own process with a share of the time and the time that earlier parts left over; its child
+processes end with it. The tests come first. A part that fails or exceeds its time is reported with the figures measured
+so far, and the next one begins. A part for which no time remains is not started; run it separately. FILE is rewritten
+after each part. Exits with 0 if every part finished and every required figure is met, with 69 if there is no GPU.
+
+With --cpu the same code runs each part with short rows and tiny models, so that the first hour on a GPU is not lost to
+faults of the benches. Its figures mean nothing and are not compared.
 """
 
 from __future__ import annotations
@@ -36,17 +40,17 @@ sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.errors import ExitCode
 
 BENCH = ROOT / "tools/bench"
-WITHIN_S = 570.0  # all of it
+WITHIN_S = 1000.0  # limit for all parts
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-LEAST_S = 20.0  # no part is begun for less
-TAIL_LINES = 30  # of what a part that failed said
+LEAST_S = 20.0  # minimum time left to start a part
+TAIL_LINES = 30  # lines shown of the output of a failed part
 
 Figure = dict[str, Any]
-"""``figure``, ``value``, what is ``asked`` ("" if nothing), whether it is ``met`` (None then)."""
+"""``figure``, ``value``, the required value ``asked`` ("" if none), and whether it is ``met`` (None if none)."""
 
 
 def asked_figures(text: str) -> list[Figure]:
-    """What `is_met` printed."""
+    """Parse the lines printed by `is_met`."""
     found = re.findall(r"^(.+): (\S+); asked: (at (?:least|most) \S+): (met|MISSED)$", text, re.MULTILINE)
     return [
         {"figure": name, "value": float(value), "asked": asked, "met": met == "met"}
@@ -67,6 +71,33 @@ def speed_figures(text: str) -> list[Figure]:
     return figures
 
 
+def run_figures(text: str) -> list[Figure]:
+    """Parse the JSON of `rl_run.py`: each run's figures, and the planner's beside the measured ones."""
+    figures: list[Figure] = []
+    document = json.loads(text) if text else {"rows": (), "wrong": ()}
+    for row in document["rows"]:
+        name = row["transport"]
+        for key in (
+            "tokens/s",
+            "step_s",
+            "train_s",
+            "publish_s",
+            "update_s",
+            "paused_s",
+            "GiB",
+            "mismatch_kl",
+        ):
+            figures.append({"figure": f"{name}: {key}", "value": row[key], "asked": "", "met": None})
+        for found in row["planner"]:
+            asked = f"planned {found['predicted']:.3g}, {found['low']:.3g} to {found['high']:.3g}"
+            figure = f"{name}: {found['label']} ({found['unit']})"
+            figures.append(
+                {"figure": figure, "value": found["measured"], "asked": asked, "met": found["is_inside"]}
+            )
+    figures += [{"figure": text, "value": "-", "asked": "", "met": False} for text in document["wrong"]]
+    return figures
+
+
 def memory_figures(text: str) -> list[Figure]:
     rows = re.findall(r"^ *(\S.*?) +(\d+) +\d+\.\d\d +\d+\.\d\d$", text, re.MULTILINE)
     peaks = [{"figure": f"MiB, {name}", "value": int(peak), "asked": "", "met": None} for name, peak in rows]
@@ -74,7 +105,7 @@ def memory_figures(text: str) -> list[Figure]:
 
 
 def pytest_figures(text: str) -> list[Figure]:
-    """Of `pytest -v`, also of one that did not come to its end."""
+    """Parse the output of `pytest -v`, complete or not."""
     ends = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     bad = ends.count("FAILED") + ends.count("ERROR")
     return [
@@ -86,36 +117,53 @@ def pytest_figures(text: str) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Part:
-    command: tuple[str, ...]  # of this interpreter
-    limit_s: float  # what it gets at least; all of them together fit into WITHIN_S
+    command: tuple[str, ...]  # arguments of this interpreter
+    limit_s: float  # guaranteed time; the sum of all parts fits into WITHIN_S
     read: Callable[[str], list[Figure]] = asked_figures
+    on_cpu: tuple[str, ...] | None = None  # arguments of the part's smallest form; None: it needs a GPU
 
 
 def bench(
-    line: str, *words: str, limit_s: float, read: Callable[[str], list[Figure]] = asked_figures
+    line: str,
+    *words: str,
+    limit_s: float,
+    read: Callable[[str], list[Figure]] = asked_figures,
+    on_cpu: str | None = None,
 ) -> Part:
+    """Return the part that runs ``line`` of this folder. ``on_cpu``: the line of its smallest form."""
     script, *first = line.split()
-    return Part((str(BENCH / script), *first, *words), limit_s, read)
+    small = None if on_cpu is None else (str(BENCH / on_cpu.split()[0]), *on_cpu.split()[1:])
+    return Part((str(BENCH / script), *first, *words), limit_s, read, small)
 
 
 # fmt: off
 SPEED = "trainer_speed.py --json --steps 4 --cases"
-LOOP = "trainer_loop.py --hidden 1024 --layers 28 --vocabulary 151936 --dtype bfloat16 --seq-len 8192 --rows 2 --steps 15"
+SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --cases"
+RUN, SMALL_RUN = "rl_run.py --json --transports", "rl_run.py --json --small --transports"
+SMALL_HEAD = "chunked_head.py --tokens 64 --vocabulary 512 --hidden 32"
+SMALL_LOOP = "trainer_loop.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --lengths 16-64 --steps 2 --warm-up 1"
+SMALL_SAVE = "async_save.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --saves 2"
+LOOP = "trainer_loop.py --hidden 1024 --layers 28 --vocabulary 151936 --dtype bfloat16 --seq-len 8192 --rows 2 --steps 15"  # noqa: E501
 SAVE = "async_save.py --hidden 1024 --layers 8 --seq-len 2048 --rows 12"  # a checkpoint of 1.3 GB
 TESTS = "-m pytest tests/gpu -v --tb=short -p no:cacheprovider -o timeout=120"
-BENCHED = ("test_trainer_speed.py", "test_trainer_memory.py")  # assert what other parts print
+NEEDS_TWO = ("rl-broadcast",)
+"""Parts for which one GPU is not enough."""
+BENCHED = ("test_trainer_speed.py", "test_trainer_memory.py")  # these assert the figures that other parts print
 
 PARTS = {
     "tests": Part(
         (*TESTS.split(), *(f"--ignore=tests/gpu/{name}" for name in BENCHED)), limit_s=150, read=pytest_figures
     ),
-    "speed-rl-16384": bench(SPEED, "rl-16384", limit_s=50, read=speed_figures),
-    "speed-rl-65536": bench(SPEED, "rl-65536", limit_s=70, read=speed_figures),
-    "speed-sft-8192": bench(SPEED, "sft-8192", limit_s=50, read=speed_figures),
-    "chunked-head": bench("chunked_head.py --device cuda", limit_s=30),
+    "speed-rl-16384": bench(SPEED, "rl-16384", limit_s=50, read=speed_figures, on_cpu=f"{SMALL_SPEED} rl-16384"),
+    "speed-rl-65536": bench(SPEED, "rl-65536", limit_s=70, read=speed_figures, on_cpu=f"{SMALL_SPEED} rl-65536"),
+    "speed-sft-8192": bench(SPEED, "sft-8192", limit_s=50, read=speed_figures, on_cpu=f"{SMALL_SPEED} sft-8192"),
+    "rl-filesystem": bench(RUN, "filesystem", limit_s=130, read=run_figures, on_cpu=f"{SMALL_RUN} filesystem"),
+    "rl-delta": bench(RUN, "delta", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} delta"),
+    "rl-broadcast": bench(RUN, "broadcast", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} broadcast"),
+    "chunked-head": bench("chunked_head.py --device cuda", limit_s=30, on_cpu=SMALL_HEAD),
     "chunked-head-bfloat16": bench("chunked_head.py --device cuda --dtype bfloat16", limit_s=30),
-    "trainer-loop": bench(LOOP, limit_s=45),
-    "async-save": bench(SAVE, limit_s=50),
+    "trainer-loop": bench(LOOP, limit_s=45, on_cpu=SMALL_LOOP),
+    "async-save": bench(SAVE, limit_s=50, on_cpu=SMALL_SAVE),
     "weight-write": bench("weight_write.py --turns 3", limit_s=35),
     "memory": bench(
         "trainer_memory.py --settings", *dict.fromkeys((*SAVES.values(), *SAVES)), limit_s=50, read=memory_figures
@@ -125,32 +173,35 @@ PARTS = {
 
 
 def time_for(name: str, later: Sequence[str], left_s: float) -> float:
-    """Seconds for a part: all that is left but for the shares of those that come after it."""
+    """Return the seconds for a part: the time left minus the shares of the parts after it."""
     spare_s = left_s - sum(PARTS[each].limit_s for each in later)
     return min(left_s, max(PARTS[name].limit_s, spare_s))
 
 
-def run_part(part: Part, limit_s: float, devices: str) -> dict[str, Any]:
-    """``outcome``, ``seconds``, ``figures``, and the last lines of what it said where it did not go well."""
+def run_part(command: Sequence[str], part: Part, limit_s: float, devices: str) -> dict[str, Any]:
+    """Run the ``command`` of a part.
+
+    Return ``outcome``, ``seconds``, ``figures``, and the last lines of its output if it failed.
+    """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", ignore_cleanup_errors=True) as name:
         out, err = Path(name) / "out", Path(name) / "err"
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",  # what it found before its time was up
+            "PYTHONUNBUFFERED": "1",  # keep the output printed before a timeout
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": name,
-            "CUDA_VISIBLE_DEVICES": devices,  # a run without a scheduler has the GPUs that are named here
+            "CUDA_VISIBLE_DEVICES": devices,  # without a scheduler, a run uses these GPUs
         }
         with out.open("w") as stdout, err.open("w") as stderr:
-            process = start_guarded(part.command, environment, stdout, stderr)
+            process = start_guarded(command, environment, stdout, stderr)
             is_late = not ends_within(process, limit_s)
-        said = out.read_text(errors="replace")
+        output = out.read_text(errors="replace")
         try:
-            figures = part.read(said)
-        except ValueError:  # no document: told below
+            figures = part.read(output)
+        except ValueError:  # no JSON document: reported below
             figures = []
-        lines = [*said.splitlines(), *err.read_text(errors="replace").splitlines()]
+        lines = [*output.splitlines(), *err.read_text(errors="replace").splitlines()]
     has_missed = any(figure["met"] is False for figure in figures)
     outcome = "done"
     if is_late:
@@ -166,29 +217,29 @@ def run_part(part: Part, limit_s: float, devices: str) -> dict[str, Any]:
 def start_guarded(
     command: Sequence[str], environment: dict[str, str], stdout: Any, stderr: Any
 ) -> subprocess.Popen:
-    """Below a guard, which ends whatever the command leaves behind."""
-    guard = [sys.executable, "-m", "primerl_hpc.runtime.guard", "--grace", str(GRACE_S), "--"]
+    """Run the command below a guard, which ends all processes that it leaves behind."""
+    guard = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--grace", str(GRACE_S), "--"]
     return subprocess.Popen(
         [*guard, sys.executable, *command], cwd=ROOT, env=environment, stdout=stdout, stderr=stderr
     )
 
 
 def ends_within(process: subprocess.Popen, limit_s: float) -> bool:
-    """Whether it ended by itself; otherwise it is ended here, with everything below it."""
+    """Return True if the process exited by itself; otherwise end it and its descendants."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
         return True
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(2 * GRACE_S)
-    except subprocess.TimeoutExpired:  # something below it cannot even be killed: a driver that hangs
+    except subprocess.TimeoutExpired:  # a descendant cannot be killed, for example in a hanging driver
         process.kill()
         process.wait()
     return False
 
 
 def describe_device() -> dict[str, Any] | None:
-    """None without a GPU."""
+    """Return a description of the GPU; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -227,6 +278,46 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+GOALS = (
+    ("1 × H100, 0.6B, RL, 16,384 tokens", 1, "> 30,000 tokens/s at ≤ 12.5 GiB reserved", "16,400", "speed-rl-16384"),
+    ("1 × H100, 0.6B, SFT, 8,192", 1, "> 45,000 tokens/s", "26,005", "speed-sft-8192"),
+    ("1 × H100, 0.6B, RL, 65,536", 1, "> 18,000 tokens/s", "10,800", "speed-rl-65536"),
+    ("8 × H100, Qwen3-30B-A3B, RL, 16,384", 8, "> 60,000 tokens/s", "32,100", "primerl-hpc trainer --bench"),
+)  # fmt: skip
+"""What, GPUs, our goal, prime-rl's figure, and the part that measures it."""
+
+
+def goal_rows(num_gpus: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": what,
+            "goal": goal,
+            "prime-rl": theirs,
+            "part": part if num_gpus >= gpus else f"needs {gpus} GPUs",
+        }
+        for what, gpus, goal, theirs, part in GOALS
+    ]
+
+
+def run_small(names: Sequence[str]) -> int:
+    """Run the smallest form of the parts on CPUs. Exits with 1 if one of them fails or prints no figures."""
+    bad = False
+    for name, part in PARTS.items():
+        if name not in names or part.on_cpu is None:
+            continue
+        result = run_part(part.on_cpu, part, WITHIN_S, "")
+        failures = [figure["figure"] for figure in result["figures"] if figure["value"] == "-"]
+        is_well = result["outcome"] == "done" and not failures
+        print(
+            f"{name}: {result['outcome']}, {len(result['figures'])} figures, {result['seconds']} s",
+            flush=True,
+        )
+        if not is_well:
+            print("".join(f"    {line}\n" for line in [*result.get("tail", []), *failures]), end="")
+        bad |= not is_well
+    return 1 if bad else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -237,31 +328,46 @@ def main() -> int:
         type=float,
         default=WITHIN_S,
         metavar="SECONDS",
-        help=f"of the whole; default: {WITHIN_S:.0f}",
+        help=f"limit for all parts in seconds [default: {WITHIN_S:.0f}]",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="run the smallest form of each part, without a GPU"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     ends = time.monotonic() + options.within
+    if options.cpu:
+        return run_small(options.only)
     if (device := describe_device()) is None:
-        print("torch sees no NVIDIA GPU here, and everything below needs one", file=sys.stderr)
+        print("torch finds no NVIDIA GPU on this machine; all parts need one", file=sys.stderr)
         return ExitCode.UNAVAILABLE
     devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(device["devices"])))
     results: dict[str, dict[str, Any]] = {}
     names = [name for name in PARTS if name in options.only]
     for number, name in enumerate(names, start=1):
         left_s = ends - time.monotonic() - 2 * GRACE_S
-        if left_s < LEAST_S:
+        if name in NEEDS_TWO and device["devices"] < 2:
+            missing = {"figure": "needs 2 GPUs", "value": "-", "asked": "", "met": None}
+            results[name] = {"outcome": "done", "seconds": 0.0, "figures": [missing]}
+        elif left_s < LEAST_S:
             results[name] = {"outcome": "not begun: no time is left", "seconds": 0.0, "figures": []}
         else:
-            results[name] = run_part(PARTS[name], time_for(name, names[number:], left_s), devices)
+            limit_s = time_for(name, names[number:], left_s)
+            results[name] = run_part(PARTS[name].command, PARTS[name], limit_s, devices)
         result = results[name]
         print(f"{name}: {result['outcome']}, {result['seconds']} s", file=sys.stderr, flush=True)
         print("".join(f"    {line}\n" for line in result.get("tail", ())), end="", file=sys.stderr)
         if options.json:
             document = {**device, **describe_machine(), "parts": results}
             options.json.write_text(json.dumps(document, indent=1))
-    said = ", ".join(f"{key} {value}" for key, value in device.items())
-    show(said, rows_of(results), as_json=False)
+    description = ", ".join(f"{key} {value}" for key, value in device.items())
+    show(description, rows_of(results), as_json=False)
+    print()
+    show(
+        "goals, and published figures of prime-rl on the same GPUs",
+        goal_rows(device["devices"]),
+        as_json=False,
+    )
     is_well = all(
         result["outcome"] == "done" and all(figure["met"] is not False for figure in result["figures"])
         for result in results.values()

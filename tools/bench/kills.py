@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Runs that are killed again and again: whether they end with the bits of the run that nobody killed.
+"""Kill training runs repeatedly, and check that their results are bit-identical to those of a run without kills.
 
     tools/bench/kills.py                            # twelve kills in each of three runs; some minutes each
     tools/bench/kills.py --cases sft --kills 3 --seed 7 --json
 
-Trainers of two ranks under torchrun on CPU: `sft`; `experts`, RL of a mixture of experts under expert parallelism; `lora`,
-the same with adapters. AdamW, a checkpoint after every step, rollouts and the orchestrator's side of checkpoints made here.
-SIGKILL meets torchrun and all ranks at a moment drawn uniformly: so many steps and a share of one after a life has built its
-model (the share of the first also falls on reading the checkpoint), while the step before is being saved. Each life begins at the
-last complete checkpoint, as after a requeue. Compared in the end, file for file: the last policy version, and weights and
-optimizer state of the last checkpoint.
+Trainers with two ranks under torchrun on CPU: `sft`; `experts`, RL of a mixture of experts under expert parallelism;
+`lora`, the same with adapters. AdamW, a checkpoint after every step, synthetic rollouts and orchestrator checkpoints.
+torchrun and all ranks receive SIGKILL at a uniformly drawn time, measured in steps after an incarnation has built its
+model (the first fraction includes the loading of the checkpoint), while the previous step is being saved. Each
+incarnation resumes from the last complete checkpoint, as after a requeue. Compared at the end, file by file: the last
+policy version, and weights and optimizer state of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ sys.path.insert(0, str(ROOT))
 
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.rundir import COMPLETE
-from primerl_hpc.trainer.rl import SIDES
+from primerl_hpc.run.step_dirs import COMPLETE
+from primerl_hpc.trainer.rl_loop import SIDES
 from tests.e2e.test_trainer import kill_all, long_sft, make_run, rl_recipe, send
-from tests.support import end_role, make_tiny_model, start_role
+from tests.support.helpers import end_role, make_tiny_model, start_role
 
 RANKS = 2
 LIFE_S = 600.0
 
 
 class Case:
-    """A run of ``steps`` steps in ``folder``, as it is before the first life."""
+    """A run of ``steps`` steps in ``folder``, before its first incarnation."""
 
     def __init__(self, name: str, folder: Path, model: Path, steps: int) -> None:
         self.name, self.steps = name, steps
@@ -58,7 +58,7 @@ class Case:
         self.log = self.run.attempt_logs(1) / f"{self.role}-0.log"
 
     def start(self) -> subprocess.Popen:
-        """The next life: what the last one left beyond its checkpoint is dropped, as the supervisor does."""
+        """Start the next incarnation. Files beyond the last checkpoint are deleted, as the supervisor does."""
         last = self.run.latest_checkpoint() or 0
         self.run.delete_after(last)
         if self.role == Role.TRAINER:
@@ -69,15 +69,17 @@ class Case:
         return start_role(self.run, "main", f"{self.role}-0")
 
     def num_built(self) -> int:
-        """Lives that have built their model."""
+        """Return the number of incarnations that have built their model."""
         return self.log.read_text(errors="replace").count(" M parameters, ") if self.log.exists() else 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of every finished step of every life, in their order."""
+        """Return the metrics of every finished step of every incarnation, in order."""
         return list(read_jsonl(self.run.metrics(self.role)))
 
     def part(self, *, is_first: bool) -> str:
-        """What the life that has just been killed was at, by what it left; ``is_first``: it finished no step."""
+        """Return the activity in which the last incarnation was killed, derived from its files; ``is_first``: it
+        finished no step.
+        """
         last = self.run.latest_checkpoint() or 0
         if any(self.run.checkpoints.glob("step_*/trainer.tmp")):
             return "save"
@@ -98,14 +100,14 @@ class Case:
         }
 
     def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen) -> None:
-        """Until then, or the end of the life."""
+        """Wait until then, or until the incarnation ends."""
         deadline = time.monotonic() + LIFE_S
         while not condition() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
 
 def run_straight(case: Case) -> float:
-    """Seconds from the built model to the first finished step."""
+    """Return the seconds from the built model to the first finished step."""
     process = case.start()
     try:
         case.wait_for(lambda: case.num_built() > 0, process)
@@ -118,8 +120,8 @@ def run_straight(case: Case) -> float:
 
 
 def run_killed(case: Case, kills: int, start_s: float, rng: np.random.Generator) -> list[tuple[int, str]]:
-    """Step and part of each kill. A life that ends before its moment has come is the last one."""
-    reach = 2 * case.steps / (kills + 1)  # so that the lives together make about all steps
+    """Draw step and fraction of each kill. The last incarnation finishes before its kill is due."""
+    reach = 2 * case.steps / (kills + 1)  # so that all incarnations together execute about all steps
     met: list[tuple[int, str]] = []
     while True:
         built, finished = case.num_built(), len(case.rows())
@@ -169,7 +171,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=["sft", "experts", "lora"])
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=None, help="of the moments; another each time by default")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the kill times [default: random]")
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
     if options.seed is None:

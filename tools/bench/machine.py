@@ -1,4 +1,6 @@
-"""What benchmarks share: the machine and versions that each names, its table and end, the figure that is asked for, the peak of a profiled computation."""
+"""Helpers of the benchmarks: description of the machine, tables, exit codes, comparison with a required figure, peak
+memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def peak_of(profile: Any) -> int:
-    """Of a `torch.profiler` run with ``profile_memory``: the highest sum of allocations still alive, in bytes."""
+    """Return the peak of live allocations in bytes, from a `torch.profiler` run with ``profile_memory``."""
     alive = peak = 0
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -27,7 +29,7 @@ def peak_of(profile: Any) -> int:
 
 
 def is_met(what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> bool:
-    """Print a figure beside the one that is asked for; whether it is reached."""
+    """Print a figure and the required one. Return True if it is met."""
     asked = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
     met = value >= at_least if at_least is not None else value <= at_most
     print(f"{what}: {value:.4g}; asked: {asked}: {'met' if met else 'MISSED'}")
@@ -35,7 +37,7 @@ def is_met(what: str, value: float, *, at_least: float | None = None, at_most: f
 
 
 def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """A table with a column per key; with ``as_json`` one document and nothing else."""
+    """Print a table with one column per key; with ``as_json`` one JSON document only."""
     machine = describe_machine()
     if as_json:
         print(json.dumps({"what": what, **machine, "rows": list(rows)}, indent=1))
@@ -49,7 +51,7 @@ def show(what: str, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def conclude(what: str, rows: Sequence[dict[str, Any]], wrong: Sequence[str], *, as_json: bool) -> int:
-    """The table and what is wrong, in sentences; returns the exit code."""
+    """Print the table and the errors found. Return the exit code."""
     if as_json:
         print(
             json.dumps(

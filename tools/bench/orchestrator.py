@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""The orchestrator against a mock engine of fixed latency: rollouts/s, its CPU per rollout, and how late its event loop runs.
+"""Measure the orchestrator with a mock engine of fixed latency: rollouts/s, CPU time per rollout, and event loop lag.
 
     tools/tiny-model outputs/tiny && tools/bench/orchestrator.py --model outputs/tiny/model
     tools/bench/orchestrator.py --model outputs/tiny/model --in-flight 256 --turns 3 --json
 
-Environment servers, dispatcher, scoring, batches and packing are the real ones; only the engine is not. ``cpu ms`` is
-this process's CPU time per finished rollout, ``verifiers ms`` the same of verifiers' own client with as many requests
-and nothing around it, ``lag p99`` how much later than asked a sleep of 10 ms returns. Rollouts/s are bounded by the
-environment servers (10 ms of CPU per turn), so more cores and ``--servers`` give more of them. Measured is from the moment
-on at which as many rollouts have ended as are in flight, or ``--warm-up`` is over; ``warm`` is how many of them had.
+Environment servers, dispatcher, scoring, batches and packing are real; only the engine is a mock. ``cpu ms`` is the CPU
+time of this process per finished rollout, ``verifiers ms`` that of verifiers' own client alone with the same number of
+requests, ``lag p99`` the delay with which a sleep of 10 ms returns. Rollouts/s are bounded by the environment servers
+(10 ms of CPU per turn), so more cores and ``--servers`` increase them. The measurement starts when as many rollouts
+have finished as are in flight, or after ``--warm-up``; ``warm`` is the number of rollouts finished by then.
 
-Asked of single turns: at most 2 ms beyond verifiers' own; of 1,024 in flight: a lag of at most 50 ms. Exits with 1 otherwise.
+Required: with single turns, at most 2 ms more than verifiers' own client; with 1,024 in flight, a lag of at most 50 ms.
+Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -34,32 +35,37 @@ from machine import is_met, show  # noqa: E402
 
 from primerl_hpc.cluster.load import load_profile  # noqa: E402
 from primerl_hpc.common import env  # noqa: E402
-from primerl_hpc.common.files import wait_until, write_json  # noqa: E402
+from primerl_hpc.common.files import write_json  # noqa: E402
 from primerl_hpc.common.names import MAIN_PHASE, Role, process_name  # noqa: E402
-from primerl_hpc.common.rundir import RunDir, read_endpoint  # noqa: E402
-from primerl_hpc.orchestrator.batches import BatchCutter  # noqa: E402
-from primerl_hpc.orchestrator.dispatcher import Dispatcher, Split  # noqa: E402
+from primerl_hpc.common.waiting import wait_until  # noqa: E402
+from primerl_hpc.orchestrator.batches.batcher import BatchBuilder  # noqa: E402
 from primerl_hpc.orchestrator.driver import RolloutDriver  # noqa: E402
-from primerl_hpc.orchestrator.env_client import sampling_config, train_client  # noqa: E402
-from primerl_hpc.orchestrator.evals import Evaluator  # noqa: E402
+from primerl_hpc.orchestrator.evaluation import Evaluator  # noqa: E402
 from primerl_hpc.orchestrator.event_loop import loop_factory  # noqa: E402
-from primerl_hpc.orchestrator.runner import RolloutRunner  # noqa: E402
-from primerl_hpc.orchestrator.sampler import TaskSampler  # noqa: E402
-from primerl_hpc.orchestrator.scoring import Scorer  # noqa: E402
+from primerl_hpc.orchestrator.rollouts.env_client import sampling_config, train_client  # noqa: E402
+from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner  # noqa: E402
+from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits  # noqa: E402
+from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler  # noqa: E402
+from primerl_hpc.orchestrator.scoring.scoring import Scorer  # noqa: E402
 from primerl_hpc.orchestrator.setup import RouterAddress, load_environments  # noqa: E402
+from primerl_hpc.orchestrator.types import Split  # noqa: E402
 from primerl_hpc.plan.planner import compile_plan  # noqa: E402
-from primerl_hpc.recipe.schema import Recipe  # noqa: E402
+from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
+from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402
+from primerl_hpc.run.access.keys import run_keys  # noqa: E402
+from primerl_hpc.run.endpoints import read_endpoint  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
 
-TOKENS = [*range(40, 51), 2]  # of each reply; 2 ends it
+TOKENS = [*range(40, 51), 2]  # of each reply; 2 is the end token
 LAG_INTERVAL_S = 0.01
-OWN_MS, LAG_MS, LAG_IN_FLIGHT = 2.0, 50.0, 1024  # what is asked
+OWN_MS, LAG_MS, LAG_IN_FLIGHT = 2.0, 50.0, 1024  # required figures
 
 
-# -- the mock engine, a process of its own ------------------------------------------------------------------------------
+# -- the mock engine, in its own process -----------------------------------------------------------
 
 
 def serve_mock(latency_s: float, ready: Path) -> None:
-    """vLLM's token route with a fixed latency, until SIGTERM. Writes its port to ``ready``."""
+    """Serve vLLM's token route with a fixed latency until SIGTERM. Writes its port to ``ready``."""
     from aiohttp import web
 
     content = [{"token": f"token_id:{token}", "logprob": -0.5} for token in TOKENS]
@@ -91,11 +97,11 @@ def serve_mock(latency_s: float, ready: Path) -> None:
     asyncio.run(main())
 
 
-# -- what is measured ---------------------------------------------------------------------------------------------------
+# -- measurement -----------------------------------------------------------------------------------
 
 
 class Meter:
-    """CPU, finished rollouts and lags between `start` and `result`."""
+    """Measures CPU time, finished rollouts and lags between `start` and `result`."""
 
     def __init__(self) -> None:
         self.finished, self._lags = 0, []
@@ -126,7 +132,7 @@ def make_recipe(model: Path, in_flight: int, turns: int, servers: int) -> Recipe
         if turns == 1
         else {"id": "alphabet-sort", "args": {"turns": turns, "names_per_turn": 1}}
     )
-    return Recipe.model_validate(
+    return parse_recipe(
         {
             "kind": "rl",
             "name": "bench",
@@ -150,7 +156,7 @@ def make_recipe(model: Path, in_flight: int, turns: int, servers: int) -> Recipe
 async def drive(
     run: RunDir, recipe: Recipe, url: str, seconds: float, warm_up_s: float
 ) -> dict[str, float | None]:
-    """The orchestrator's own loop, without a trainer: versions are live as soon as their batch is packed."""
+    """The orchestrator's loop without a trainer: a version is live as soon as its batch is packed."""
     envs = await load_environments(run, recipe)
     handles = envs[Split.TRAIN]
     for handle in handles:
@@ -159,14 +165,16 @@ async def drive(
     sampler = TaskSampler([len(handle.tasks) for handle in handles], [1.0] * len(handles), 0)
     dispatcher = Dispatcher(
         next_task=sampler.next,
-        group_size=rollouts.group_size,
-        batch_size=rollouts.batch_size,
-        max_in_flight=rollouts.in_flight_ceiling,
-        max_off_policy_steps=rollouts.max_off_policy_steps,
+        limits=DispatchLimits(
+            group_size=rollouts.group_size,
+            batch_size=rollouts.batch_size,
+            max_in_flight=rollouts.in_flight_ceiling,
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+        ),
         last_step=recipe.steps,
     )
     labels = [handle.environment.label for handle in handles]
-    cutter = BatchCutter(rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=labels)
+    builder = BatchBuilder(rollouts, Scorer(recipe), seq_len=recipe.seq_len, num_ranks=2, env_names=labels)
     router = RouterAddress(run, url)
     runner = RolloutRunner(
         recipe, envs, live_version=lambda: dispatcher.version, router_url=lambda: router.url
@@ -177,22 +185,22 @@ async def drive(
     watch = asyncio.create_task(meter.watch())
 
     async def until(deadline: float, finished: int | None = None) -> None:
-        """Until so many have finished; without a number, or when they do not come, until the deadline."""
+        """Wait until that many rollouts have finished, or until the deadline."""
         while time.perf_counter() < deadline and (finished is None or meter.finished < finished):
-            driver.dispatch(cutter.num_queued)
+            driver.dispatch(builder.num_queued)
             for group in await driver.next_groups():
-                cutter.add(group)
+                builder.add(group)
                 meter.finished += len(group.results)
-            if cutter.is_ready(dispatcher.min_fresh_version):
-                cut = cutter.take(dispatcher.step, dispatcher.min_fresh_version)
-                await asyncio.to_thread(cutter.pack, cut)
+            if builder.is_ready(dispatcher.min_fresh_version):
+                cut = builder.next_batch(dispatcher.step, dispatcher.min_fresh_version)
+                await asyncio.to_thread(builder.pack, cut)
                 driver.cancel(dispatcher.advance(dispatcher.step + 1))
                 dispatcher.policy_live(dispatcher.step - 1)
                 await asyncio.to_thread(driver.flush)
 
     meter.start()
     in_flight = rollouts.in_flight_ceiling
-    await until(time.perf_counter() + warm_up_s, in_flight)  # everybody is at work
+    await until(time.perf_counter() + warm_up_s, in_flight)  # all slots are in use
     warm = min(1.0, meter.finished / in_flight)
     meter.start()
     await until(time.perf_counter() + seconds)
@@ -212,12 +220,13 @@ async def drive_verifiers(
     seconds: float,
     warm_up_s: float,
 ) -> float:
-    """CPU ms per rollout of verifiers' client alone, with as many requests in flight."""
-    from verifiers.v1.serve import EnvClient
+    """Return CPU ms per rollout of verifiers' client alone, with the same number of requests in flight."""
+    from primerl_hpc.envs.curve import curve_client
 
     config = train_client(recipe.model, url)
     sampling = sampling_config(recipe.rollouts.sampling, 0)
-    clients = [EnvClient(read_endpoint(run, handle.client.process)["url"]) for handle in handles]
+    keys = run_keys(run).curve("env_server")
+    clients = [curve_client(read_endpoint(run, handle.client.process)["url"], keys) for handle in handles]
     meter = Meter()
     is_over = False
 
@@ -233,7 +242,7 @@ async def drive_verifiers(
             )
             meter.finished += 1
 
-    watch = asyncio.create_task(meter.watch())  # it costs CPU here as it did there
+    watch = asyncio.create_task(meter.watch())  # costs the same CPU time in both measurements
     meter.start()
     workers = [asyncio.create_task(worker(number)) for number in range(in_flight)]
     deadline = time.perf_counter() + warm_up_s
@@ -251,7 +260,7 @@ async def drive_verifiers(
     return result["cpu_ms"]
 
 
-# -- processes ----------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def start(words: list[str], log: Path, **more: str) -> subprocess.Popen:
@@ -305,13 +314,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="model folder made by tools/tiny-model (its tokenizer)")
+    parser.add_argument(
+        "--model", type=Path, help="model folder created by tools/tiny-model (its tokenizer is used)"
+    )
     parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--servers", type=int, default=2, help="environment servers")
-    parser.add_argument("--latency", type=float, default=1.0, help="seconds of the mock engine")
-    parser.add_argument("--seconds", type=float, default=15.0, help="measured, for each line")
-    parser.add_argument("--warm-up", type=float, default=90.0, help="most seconds before each measurement")
+    parser.add_argument("--latency", type=float, default=1.0, help="latency of the mock engine in seconds")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of each measurement in seconds")
+    parser.add_argument("--warm-up", type=float, default=90.0, help="maximum seconds before each measurement")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--mock", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -320,7 +331,7 @@ def main() -> int:
         return 0
     if not options.model:
         parser.error("--model is needed")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started ends too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and ends its child processes
     rows = [measure(options, in_flight, turns) for turns in options.turns for in_flight in options.in_flight]
     show(f"orchestrator, mock engine of {options.latency:g} s", rows, as_json=options.json)
     with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -328,7 +339,7 @@ def main() -> int:
 
 
 def is_good(rows: list[dict[str, Any]]) -> bool:
-    """Of what was measured, whether it is as asked."""
+    """Return for each figure whether it meets its requirement."""
     own = [row["beyond_ms"] for row in rows if row["turns"] == 1 and row["beyond_ms"] is not None]
     lags = [row["lag_p99_ms"] for row in rows if row["in_flight"] == LAG_IN_FLIGHT]
     met = not own or is_met("own CPU ms of a single-turn rollout", max(own), at_most=OWN_MS)

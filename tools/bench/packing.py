@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Packing: time, fill, and how long FSDP ranks wait for each other, beside the packers of other systems.
+"""Compare packers: time, fill, and how long FSDP ranks wait for each other, including the packers of other systems.
 
     tools/bench/packing.py                  # table
     tools/bench/packing.py --json
 
-fill: useful tokens / (rows x cap). lock: useful cost / (ranks x sum over micro-steps of the slowest rank's cost).
-over: rows above the cap. Cost: linear plus quadratic FLOP of a 4B model (equal at 27,300 tokens). The other packers are
-written here from their descriptions, on lengths alone: prime-rl (first-fit, Karmarkar-Karp over ranks; its pairwise swaps
-take seconds to minutes and lower lock-step efficiency, they are left out), verl (Karmarkar-Karp over ranks, then
-over micro-batches), NeMo-RL (modified first-fit decreasing) and TRL (best-fit decreasing), the last two dealt in turn.
-capped LPT is the plain idea that ours began with: longest first into the cheapest row with room, one micro-step's worth of
-rows more where that fails.
+fill: useful tokens / (rows x cap). lock: useful cost / (ranks x sum over micro-steps of the slowest rank's cost). over:
+rows above the cap. Cost: linear plus quadratic FLOP of a 4B model (equal at 27,300 tokens). The other packers are
+reimplemented here from their descriptions, on lengths only: prime-rl (first-fit, Karmarkar-Karp over ranks; without its
+pairwise swaps, which take seconds to minutes and reduce lock-step efficiency), verl (Karmarkar-Karp over ranks, then
+over micro-batches), NeMo-RL (modified first-fit decreasing) and TRL (best-fit decreasing), the last two dealt
+round-robin. capped LPT is the baseline of our packer: longest first into the cheapest row with room, with one more
+micro-step of rows if a sample does not fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from machine import is_met
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from primerl_hpc.orchestrator import packing
+from primerl_hpc.orchestrator.batches import packing
 
 CAP = 32_768
 packing.QUADRATIC_AT_TOKENS = 27_300
@@ -64,7 +64,7 @@ def ours(lengths: np.ndarray, ranks: int) -> Ranks:
     return packing.deal_rows(rows, [sum(costs[index] for index in row) for row in rows], ranks)
 
 
-# -- the others --------------------------------------------------------------------------------------------------------
+# -- other packers ---------------------------------------------------------------------------------
 
 
 def in_turn(rows: Rows, ranks: int) -> Ranks:
@@ -87,7 +87,7 @@ def first_fit(lengths: np.ndarray) -> Rows:
 
 
 def karmarkar_karp(costs: list[float], parts: int, *, equal_size: bool) -> Rows:
-    """Largest differencing: the two partial partitions of largest spread are joined, heavy parts with light ones."""
+    """Largest differencing method: join the two partitions of largest spread, heavy parts with light ones."""
     order = sorted(range(len(costs)), key=lambda index: costs[index])
     if equal_size:
         chunks = [order[start : start + parts] for start in range(0, len(order), parts)]
@@ -246,7 +246,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, help="inputs drawn per line of the table; medians are printed"
+        "--seeds",
+        type=int,
+        default=3,
+        help="number of inputs per line of the table, of which medians are printed",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options = parser.parse_args()
@@ -276,8 +279,8 @@ def main() -> int:
 
 
 def verdicts(rows: list[dict]) -> list[bool]:
-    """The slowest of the large inputs, rows above the cap, and lock-step efficiency less the best one's of who keeps the rules:
-    no row above the cap, and no more rows than ours. The lead over the others is printed beside it.
+    """The slowest of the large inputs, rows above the cap, and lock-step efficiency less the best one's of who keeps
+    the rules: no row above the cap, and no more rows than ours. The lead over the others is printed beside it.
     """
     ours = [row for row in rows if row["packer"] == "primerl-hpc"]
     leads, other_leads = [], []
@@ -287,7 +290,7 @@ def verdicts(rows: list[dict]) -> list[bool]:
             if (other["input"], other["rollouts"], other["ranks"]) == case and other is not row:
                 is_equal = not other["over"] and other["rows"] <= row["rows"]
                 (leads if is_equal else other_leads).append(row["lock"] - other["lock"])
-    print(f"lead over who has rows above the cap, or more rows: {min(other_leads):.4g}")
+    print(f"lead over packers with rows above the cap or more rows: {min(other_leads):.4g}")
     slowest = max(row["ms_max"] for row in ours if row["rollouts"] == 8192)
     return [
         is_met("ms for 8,192 rollouts on 64 ranks", slowest, at_most=60),

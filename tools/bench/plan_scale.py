@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How planning and rendering grow with the number of nodes: wall time, size of the script and of the plan.
+"""Measure how planning and rendering scale with the number of nodes: wall time, size of the script and of the plan.
 
     tools/bench/plan_scale.py                       # 1, 16, 128, 1,024 and 4,096 nodes
     tools/bench/plan_scale.py --nodes 64 --json
 
-An RL recipe on profile h100x64, half of the nodes for engines of one GPU each, half for the trainer. `plan` and `render`
-are measured inside one process (asked: together at most 1 s at 1,024 nodes, and a script below 100 KB at any size);
-`command` is the whole of `primerl-hpc render` as a user waits for it, the start of Python included (median of three).
+An RL recipe on profile h100x64: half of the nodes for engines of one GPU each, half for the trainer. `plan` and
+`render` are measured inside one process (required: at most 1 s in total at 1,024 nodes, and a script below 100 KB at
+any size); `command` is the wall time of `primerl-hpc render`, including the start of Python (median of three).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from machine import ROOT, show
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.prepare import compile_for, make_script
+from primerl_hpc.launch.submission import compile_for, make_script
 from primerl_hpc.recipe.load import load_recipe
 
 RECIPE = """\
@@ -40,7 +40,7 @@ LIMIT_S, LIMIT_BYTES = 1.0, 100_000
 
 
 def changes_for(nodes: int) -> tuple[list[str], list[str]]:
-    """Overrides of recipe and profile."""
+    """Return the overrides of recipe and profile."""
     engines = nodes // 2
     layout = [f"layout.inference.nodes={engines}", f"layout.trainer.nodes={nodes - engines}"]
     return (layout if nodes > 1 else []), [
@@ -59,7 +59,7 @@ def measure(nodes: int, recipe: Path) -> dict[str, Any]:
     start = time.perf_counter()
     plan = compile_for(loaded, profile, Path("/scratch/runs/scale"))
     planned = time.perf_counter()
-    script = make_script(plan, profile)
+    script = make_script(plan, profile, None)
     rendered = time.perf_counter()
     return {
         "nodes": nodes,

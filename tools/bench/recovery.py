@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How soon a run whose only engine is killed makes rollouts again, beside the time the engine itself needs to start.
+"""Measure how soon a run produces rollouts after its only engine was killed, compared with the startup time of the
+engine.
 
     tools/bench/recovery.py                         # three kills in one run of the tiny recipe
     tools/bench/recovery.py --kills 1 --json
 
-The whole run is real (vLLM on CPU, router, verifiers, torchrun); the engine gets SIGKILL. `dead to rollout` is from the
-kill to the first rollout that was finished afterwards, `engine start` from the start of the new process until it is ready,
-as the supervisor measures it. Asked: the first at most 5 s longer than the second.
+The run is complete and real (vLLM on CPU, router, verifiers, torchrun); the engine receives SIGKILL. `dead to rollout`
+is the time from the kill to the first rollout finished afterwards, `engine start` the time from the start of the new
+process until it is ready, as measured by the supervisor. Required: the first exceeds the second by at most 5 s.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from machine import ROOT, show
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
-from primerl_hpc.common.rundir import RunDir, read_endpoint
-from primerl_hpc.observe.snapshot import take_snapshot
+from primerl_hpc.observe.status.snapshot import take_snapshot
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.rundir import RunDir
 
 ENGINE = "inference-0"
 LIMIT_S = 5.0
 SETTLE_S = 1.5
-"""After a kill, until rollouts that were finished before it have been written down."""
+"""Delay after a kill until rollouts finished before it have been recorded."""
 
 
 def command(folder: Path, *words: str) -> None:
@@ -44,11 +46,11 @@ def command(folder: Path, *words: str) -> None:
 
 
 def wait_for(what: str, run: RunDir, condition: Callable[[], bool], timeout_s: float = 600.0) -> float:
-    """The moment at which ``condition`` became true, to about 20 ms."""
+    """Return the time at which ``condition`` became true, to about 20 ms."""
     deadline = time.time() + timeout_s
     while not condition():
         if time.time() > deadline or take_snapshot(run).state.is_final:
-            raise SystemExit(f"{what} did not come; see {run.latest_logs}")
+            raise SystemExit(f"timed out waiting for {what}; see {run.latest_logs}")
         time.sleep(0.02)
     return time.time()
 
@@ -56,18 +58,18 @@ def wait_for(what: str, run: RunDir, condition: Callable[[], bool], timeout_s: f
 def kill_engine(run: RunDir) -> dict[str, Any]:
     before = read_endpoint(run, ENGINE)
     assert before is not None
-    lives = int(before["incarnation"])
+    incarnation = int(before["incarnation"])
     killed = time.time()
     os.kill(int(before["pid"]), 9)
     time.sleep(SETTLE_S)
     size = run.traces("train").stat().st_size
-    ready = lambda: (read_endpoint(run, ENGINE) or {}).get("incarnation", 0) > lives  # noqa: E731
+    ready = lambda: (read_endpoint(run, ENGINE) or {}).get("incarnation", 0) > incarnation  # noqa: E731
     is_ready = wait_for("the new engine", run, ready)
     rollout = wait_for("a rollout", run, lambda: run.traces("train").stat().st_size > size)
     wait_for("its event", run, lambda: _ready_events(run)[-1]["time"] > killed)
     start_s = float(_ready_events(run)[-1]["after_s"])
     return {
-        "kill": lives + 1,
+        "kill": incarnation + 1,
         "dead to ready s": is_ready - killed,
         "dead to rollout s": rollout - killed,
         "engine start s": start_s,

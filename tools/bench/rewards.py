@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Shipped recipes on several seeds, as a user runs them: held-out reward before and after, mismatch KL, time, memory.
+"""Run the shipped recipes on several seeds as a user would: held-out reward before and after, mismatch KL, time,
+memory.
 
-    tools/bench/rewards.py                                            # every recipe on seeds 0, 1 and 2; an hour on two cores
-    tools/bench/rewards.py --recipes reverse_text/tiny --seeds 1 2    # prints a JSON line per run, and a table
+    tools/bench/rewards.py                                              # every recipe on seeds 0, 1, 2: an hour
+    tools/bench/rewards.py --recipes reverse_text/tiny --seeds 1 2      # a JSON line per run, and a table
 
-Each seed has a folder of its own with the models and demonstrations of tools/tiny-model; in a kept one (--folder), runs
-that are there already are measured, not repeated. Exits with 1 when a run fails,
-or its reward or mismatch KL is not what `EXPECTED` says. Memory is the sum of proportional set sizes (PSS) of every
-process of the run, sampled each second: shared pages count once.
+Each seed has its own folder with the models and demonstrations of tools/tiny-model; existing runs in a kept folder
+(--folder) are measured, not repeated. Exits with 1 if a run fails, or if its reward or mismatch KL is outside
+`EXPECTED`. Memory is the sum of proportional set sizes (PSS) of all processes of the run, sampled each second: shared
+pages count once.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from primerl_hpc.common.metrics import read_steps  # noqa: E402
 from primerl_hpc.common.names import RunState  # noqa: E402
-from primerl_hpc.common.rundir import RunDir  # noqa: E402
-from primerl_hpc.observe.snapshot import take_snapshot  # noqa: E402
+from primerl_hpc.observe.status.snapshot import take_snapshot  # noqa: E402
 from primerl_hpc.recipe.load import load_recipe  # noqa: E402
+from primerl_hpc.run.metrics import read_steps  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
 
 
 class MemoryWatch(threading.Thread):
-    """Highest sum of PSS over all processes that belong to a run directory."""
+    """Tracks the peak of the sum of PSS over all processes of a run directory."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(daemon=True)
@@ -53,7 +54,7 @@ class MemoryWatch(threading.Thread):
             self.peak_bytes = max(self.peak_bytes, total)
 
     def processes(self) -> set[psutil.Process]:
-        """Supervisor and guards, known by the run directory on their command line, and all below them."""
+        """Return supervisor and guards, found by the run directory on their command line, and their descendants."""
         found = set()
         for process in psutil.process_iter():
             try:
@@ -74,29 +75,38 @@ class Expected:
     before_max: float = 1.0
     after_min: float = 0.0
     kl_max: float | None = 0.01
-    """None: the rollouts are not the policy's."""
+    """None if the rollouts are not sampled from the policy."""
     needs: str | None = None
-    """A recipe whose run this one starts from."""
+    """Recipe of the run from which this one starts."""
+    folders: tuple[tuple[str, str], ...] = ()
+    """Keys of the recipe, each with a folder that tools/tiny-model made next to the model."""
 
 
 TINY = "reverse_text/tiny"
 EXPECTED = {
     TINY: Expected(("tiny",), rise=0.2, before_max=0.65, after_min=0.85),
     "reverse_text/lora": Expected(("tiny",), rise=0.2),
+    "reverse_text/colocated": Expected(("tiny",), rise=0.2, before_max=0.65, after_min=0.85),
     "reverse_text/moe": Expected(("tiny-moe", "--experts", "8"), rise=0.2, kl_max=0.03),
     "alphabet_sort/tiny": Expected(("tiny-sort", "--task", "alphabet-sort"), rise=0.1),
+    "math/tiny": Expected(("tiny-math", "--task", "math-problems"), rise=0.1),
+    "local_search/tiny": Expected(("tiny-search", "--task", "local-search"), rise=0.2),
+    "wordle/tiny": Expected(
+        ("tiny-wordle", "--task", "wordle"), rise=0.05, folders=(("env.NLTK_DATA", "nltk_data"),)
+    ),
     "reverse_text/opd": Expected(("tiny",), rise=0.2, needs=TINY),
     "reverse_text/sft_distill": Expected(("tiny",), rise=0.2, kl_max=None, needs=TINY),
 }
 
 
 def run_recipe(recipe: str, seed: int, folder: Path, overrides: list[str]) -> dict[str, object]:
-    """One run in ``folder``; the row of the table."""
+    """Run one recipe in ``folder`` and return the row of the table."""
     expected = EXPECTED[recipe]
     name, *options = expected.model
     model = [str(ROOT / "tools" / "tiny-model"), f"outputs/{name}", *options, "--seed", str(seed)]
     subprocess.run([sys.executable, *model], cwd=folder, check=True, stdout=sys.stderr)
-    words = [word for text in (f"seed={seed}", *overrides) for word in ("--set", text)]
+    made = [f"{key}={folder / 'outputs' / name / part}" for key, part in expected.folders]
+    words = [word for text in (f"seed={seed}", *made, *overrides) for word in ("--set", text)]
     root = folder / "runs" / f"{load_recipe(recipe).recipe.name}-001"
     if root.exists():
         return {"recipe": recipe, "seed": seed, **measured(RunDir(root), expected)}
@@ -142,7 +152,7 @@ def measured(run: RunDir, expected: Expected) -> dict[str, object]:
         state == RunState.DONE
         and before <= expected.before_max
         and after >= max(expected.after_min, before + expected.rise)
-        and (kl is None or kl <= expected.kl_max)
+        and (kl is None or expected.kl_max is None or kl <= expected.kl_max)
     )
     return {
         "state": state,
@@ -156,7 +166,7 @@ def measured(run: RunDir, expected: Expected) -> dict[str, object]:
 
 
 def in_order(recipes: list[str]) -> list[str]:
-    """With what they need, before them."""
+    """Return the recipes, each after the recipes it depends on."""
     wanted = {need for recipe in recipes if (need := EXPECTED[recipe].needs)} | set(recipes)
     return [recipe for recipe in EXPECTED if recipe in wanted]
 
@@ -191,7 +201,8 @@ def main() -> int:
     for row in rows:
         kl = "" if row["mismatch_kl_last_3"] is None else f"{row['mismatch_kl_last_3']:.1e}"
         print(
-            f"{row['recipe']:<26}{row['seed']:>5}{row.get('wall_s', ''):>8}{row.get('memory_peak_gib', ''):>6}{row['before']:>8.3f}"
+            f"{row['recipe']:<26}{row['seed']:>5}{row.get('wall_s', ''):>8}"
+            f"{row.get('memory_peak_gib', ''):>6}{row['before']:>8.3f}"
             f"{row['after']:>7.3f}{kl:>9}{row['age_max'] or 0:>4}  {'yes' if row['is_met'] else 'NO'}"
         )
     return 0 if all(row["is_met"] for row in rows) else 1

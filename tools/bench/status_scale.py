@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How long `status` takes over many recorded runs, and how often it asks SLURM.
+"""Measure how long `status` takes with many recorded runs, and how often it queries SLURM.
 
     tools/bench/status_scale.py                     # 1,000 and 10,000 runs
     tools/bench/status_scale.py --runs 100 --json
 
-Makes the registry and run directories of a heavy user: ten runs in SLURM's queue, the others over. squeue and sacct are
-programs that count their calls and answer with text of SLURM's shape. `cold` is the first look, which reads every run;
-`warm` the ones after it (median of several). Both are wall times of whole processes. Asked: warm at most 1 s, one query.
+Creates the registry and run directories of a heavy user: ten runs in SLURM's queue, the others finished. squeue and
+sacct are programs that count their calls and print output in SLURM's format. `cold` is the first call, which reads
+every run; `warm` the following ones (median of several). Both are wall times of complete processes. Required: warm at
+most 1 s, one query.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import ROOT, show
 
 sys.path.insert(0, str(ROOT))
-from primerl_hpc.common.rundir import RunDir
-from primerl_hpc.common.slurm import SEPARATOR
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.slurm.jobs import SEPARATOR
 
 QUEUED = 10
 LIMIT_S = 1.0
@@ -38,7 +39,7 @@ cat {folder}/"$(basename "$0")".txt
 
 
 def make_runs(folder: Path, count: int) -> None:
-    """Registry and run directories; not written as carefully as real ones, to be quick."""
+    """Create registry and run directories, without fsync to be fast."""
     registry, now, queue = folder / "state" / "runs", time.time(), []
     registry.mkdir(parents=True)
     recipe = {"kind": "rl", "max_steps": 200}
@@ -102,7 +103,7 @@ def make_commands(folder: Path) -> None:
 
 
 def look(folder: Path) -> tuple[float, str]:
-    """(wall seconds, output) of one `primerl-hpc status`."""
+    """Return (wall seconds, output) of one `primerl-hpc status`."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

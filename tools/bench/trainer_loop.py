@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The trainer's loop beside a bare torch loop: tokens/s of both on the same model, rows and machine.
+"""Compare the trainer's loop with a bare torch loop: tokens/s of both with the same model, rows and machine.
 
     tools/bench/trainer_loop.py                                    # a small Qwen3, one rank and one thread on CPU
     tools/bench/trainer_loop.py --hidden 1024 --layers 28 --vocabulary 151936 --dtype bfloat16 --seq-len 8192   # a GPU
 
-Two processes take turns step by step, so that what else the machine does meets both: the SFT loop as `--bench` runs it
-(reading requests, metrics and all), and `bare`, what one would write by hand. The ratio is of the two steps of a turn.
+Two processes alternate step by step, so that other load on the machine affects both: the SFT loop as run by `--bench`
+(with requests and metrics), and `bare`, a minimal loop written by hand. Each ratio is of the two steps of one turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 
 def bare(options: argparse.Namespace, turn: Connection) -> None:
-    """AdamW on the cross-entropy of packed rows, clipped; nothing sharded, counted, watched or saved."""
+    """Train with AdamW on the cross-entropy of packed rows with clipping; no sharding, metrics, watchdog or
+    checkpoints.
+    """
     import torch
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,7 +41,7 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.from_pretrained(options.folder)
     has_flash = device.type == "cuda" and options.dtype == "bfloat16" and find_spec("flash_attn")
-    attention = "flash_attention_2" if has_flash else "sdpa"  # as the trainer chooses
+    attention = "flash_attention_2" if has_flash else "sdpa"  # the trainer's choice
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -48,7 +50,7 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
     while True:
         rows = stream.next_batch().rows
         total = sum(int((row.ce_weights != 0).sum()) for row in rows)
-        for group in stack_rows(rows, options.seq_len):
+        for group in stack_rows(rows, options.seq_len, device):
             batch = make_batch(group, device)
             with autocast:
                 hidden = model.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
@@ -62,25 +64,25 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
 
 
 def trainer(options: argparse.Namespace, turn: Connection) -> None:
-    """The SFT loop on one rank."""
-    from primerl_hpc.common.listen import free_port
-    from primerl_hpc.common.rundir import RunDir
-    from primerl_hpc.recipe.schema import Recipe
-    from primerl_hpc.trainer import sft
-    from primerl_hpc.trainer.core import build_core
-    from primerl_hpc.trainer.saver import Saver
+    """Run the SFT loop on one rank."""
+    from primerl_hpc.recipe.load import parse_recipe
+    from primerl_hpc.run.ports import free_port
+    from primerl_hpc.run.rundir import RunDir
+    from primerl_hpc.trainer import sft_loop as sft
+    from primerl_hpc.trainer.checkpoint.saver import Saver
     from primerl_hpc.trainer.setup import start_world
+    from primerl_hpc.trainer.train_step import build_trainer
     from primerl_hpc.trainer.watchdog import Watchdog
 
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-    recipe = Recipe.model_validate(recipe_of(options))
+    recipe = parse_recipe(recipe_of(options))
     run = RunDir(Path(options.folder) / "run")
     world = start_world(recipe)
     watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
-    core = build_core(recipe, options.folder, world, watchdog, may_be_random=True)
-    with Saver(run, core, sft.SIDES) as saver:
-        sft.train_steps(run, core, made_up_stream(options, turn), None, saver, 0)
+    trainer = build_trainer(recipe, options.folder, world, watchdog, may_be_random=True)
+    with Saver(run, trainer, sft.SIDES) as saver:
+        sft.train_steps(run, trainer, made_up_stream(options, turn), None, saver, 0)
 
 
 def recipe_of(options: argparse.Namespace) -> dict:
@@ -97,24 +99,26 @@ def recipe_of(options: argparse.Namespace) -> dict:
 
 
 def made_up_stream(options: argparse.Namespace, turn: Connection):
-    """The same packed rows for both; before each batch: say that the last step is over, wait for the next turn."""
+    """Yield the same packed rows to both loops. Before each batch, report the end of the last step and wait for the
+    next turn.
+    """
     from primerl_hpc.plan.bench import BenchRequest
-    from primerl_hpc.recipe.schema import Recipe
-    from primerl_hpc.trainer.bench import MadeUpRows
-    from primerl_hpc.trainer.sft_data import Batch, SFTStream
+    from primerl_hpc.recipe.load import parse_recipe
+    from primerl_hpc.trainer.bench import SyntheticRows
+    from primerl_hpc.trainer.sft.stream import SFTBatch, SFTStream
 
     class Turns(SFTStream):
-        def next_batch(self) -> Batch:
+        def next_batch(self) -> SFTBatch:
             turn.send("done")
             turn.recv()
             return super().next_batch()
 
-    rows = MadeUpRows(BenchRequest(lengths=options.lengths), seed=0)
-    return Turns(rows, Recipe.model_validate(recipe_of(options)).sft, seq_len=options.seq_len, seed=0)
+    rows = SyntheticRows(BenchRequest(lengths=options.lengths), seed=0)
+    return Turns(rows, parse_recipe(recipe_of(options)).sft, seq_len=options.seq_len, seed=0)
 
 
 def write_config(options: argparse.Namespace) -> None:
-    """A Qwen3 of the asked shape without weights; its head ties to the embeddings as in the small Qwen3s."""
+    """Write a Qwen3 config of the requested shape, with tied embeddings like the small Qwen3 models."""
     heads = max(1, options.hidden // 64)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -133,15 +137,15 @@ def write_config(options: argparse.Namespace) -> None:
 
 
 def take_turns(options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of each counted step: bare, trainer."""
+    """Return the seconds of each counted step: (bare, trainer)."""
     context = multiprocessing.get_context("spawn")
     ends, children = [], []
     for work in (bare, trainer):
-        mine, theirs = context.Pipe()
-        children.append(context.Process(target=work, args=(options, theirs), daemon=True))
+        parent_end, child_end = context.Pipe()
+        children.append(context.Process(target=work, args=(options, child_end), daemon=True))
         children[-1].start()
-        mine.recv()  # built, before its first step
-        ends.append(mine)
+        parent_end.recv()  # built, before its first step
+        ends.append(parent_end)
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(options.warm_up + options.steps):
         for which in (0, 1) if step % 2 else (1, 0):
@@ -178,12 +182,14 @@ def main() -> int:
     quarter = len(ratios) // 4
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items()))
     print(
-        f"{options.layers} layers of {options.hidden}, vocabulary {options.vocabulary}, {options.rows} rows of {options.seq_len}"
+        f"{options.layers} layers of {options.hidden}, vocabulary {options.vocabulary}, {options.rows} "
+        f"rows of {options.seq_len}"
     )
     for name, each in (("bare", plain), ("trainer", ours)):
         middle = statistics.median(each)
         print(
-            f"{name:>8}: {middle:.3f} s a step ({min(each):.3f} to {max(each):.3f}), about {tokens / middle:,.0f} tokens/s"
+            f"{name:>8}: {middle:.3f} s a step ({min(each):.3f} to {max(each):.3f}), about "
+            f"{tokens / middle:,.0f} tokens/s"
         )
     print(
         f"trainer over bare, tokens/s: {statistics.median(ratios):.3f} "

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""The trainer on one GPU beside prime-rl's published figures: Qwen3-0.6B's shape, random weights, two rows a step.
+"""Compare the trainer on one GPU with prime-rl's published figures: Qwen3-0.6B's shape, random weights, two rows per
+step.
 
     tools/bench/trainer_speed.py                                   # on one H100 or H200
-    tools/bench/trainer_speed.py --divide 128 --layers 2           # does it run at all: short rows, also without a GPU
-    tools/bench/trainer_speed.py --cases sft-8192                  # one alone
+    tools/bench/trainer_speed.py --divide 128 --layers 2           # a quick check with short rows, also without a GPU
+    tools/bench/trainer_speed.py --cases sft-8192                  # one case
     tools/bench/trainer_speed.py --set trainer.compile=true        # with another key of the recipe
 
-Each case is `primerl-hpc trainer --bench` or `sft --bench`. Tokens/s are of training alone, as theirs; the figures of theirs
-were measured on an H100 and count padding, of which there is none here.
+Each case is `primerl-hpc trainer --bench` or `sft --bench`. Tokens/s are of training alone, like the published figures,
+which were measured on an H100 and count padding; there is no padding here.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Case:
 
 
 CASES = {
-    "rl-16384": Case("trainer", 16_384, 30_000, 11_896, 12.5),
-    "rl-65536": Case("trainer", 65_536, 18_000, 10_147, 19.6),
+    "rl-16384": Case("trainer", 16_384, 30_000, 16_400, 12.5),
+    "rl-65536": Case("trainer", 65_536, 18_000, 10_800, 19.6),
     "sft-8192": Case("sft", 8_192, 45_000, 26_005, 31.7),
 }
 
@@ -63,7 +64,7 @@ def recipe_of(case: Case, folder: Path, seq_len: int) -> dict:
 
 
 def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespace) -> dict:
-    """The result of benchmark mode."""
+    """Return the result of benchmark mode."""
     seq_len = case.seq_len // options.divide
     recipe = recipe_of(case, folder, seq_len)
     path = folder / f"{case.command}-{seq_len}.yaml"
@@ -101,7 +102,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=QWEN3_600M["num_hidden_layers"])
-    parser.add_argument("--divide", type=int, default=1, help="row lengths by this")
+    parser.add_argument("--divide", type=int, default=1, help="divide the row lengths by this number")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")

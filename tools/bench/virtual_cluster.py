@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""How long the virtual cluster takes to come up, what it costs, and whether a run's life passes on another SLURM.
+"""Measure how fast the virtual cluster starts and what it costs, and test the lifecycle of runs on another SLURM
+version.
 
     tools/bench/virtual_cluster.py                     # 4 and 64 nodes, three times each
     tools/bench/virtual_cluster.py --image auto        # and tests/slurm/test_lifecycle.py on Debian 13's SLURM (24.11)
-    tools/bench/virtual_cluster.py --image DIR         # the same on a root file system of yours
+    tools/bench/virtual_cluster.py --image DIR         # the same on your own root file system
 
-`up` is warm: packages are installed and the accounting database has been made once. `srun all` starts one task on every
-node; memory is the sum of proportional set sizes (PSS) of all its processes. `--image auto` makes a Debian 13 tree with
-mmdebstrap (once; it is kept beside the clusters). Needs root. Asked: 4 nodes up in at most 5 s, 64 nodes idle.
+`up` is warm: packages are installed and the accounting database was created once. `srun all` starts one task on every
+node; memory is the sum of proportional set sizes (PSS) of all processes. `--image auto` creates a Debian 13 tree with
+mmdebstrap (once; it is kept next to the clusters). Requires root. Required: 4 nodes up in at most 5 s, 64 nodes idle.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def tool(folder: Path, *words: str) -> str:
 
 def measure(nodes: int, folder: Path, repeats: int) -> dict[str, Any]:
     size = ("--nodes", str(nodes))
-    tool(folder, "up", *size)  # makes the database once
+    tool(folder, "up", *size)  # creates the database once
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -89,7 +90,7 @@ def pss_of(holder: int) -> int:
 
 
 def make_image(path: Path) -> Path:
-    """A Debian 13 root file system with SLURM 24.11, from the mirror that this machine uses."""
+    """Create a Debian 13 root file system with SLURM 24.11, from the mirror of this machine."""
     if (path / "usr" / "sbin" / "slurmctld").exists():
         return path
     mirror = next(
@@ -100,7 +101,7 @@ def make_image(path: Path) -> Path:
         ),
         "http://deb.debian.org/debian",
     )
-    new = path.with_name(f"{path.name}.new")  # so that an interrupted one is not taken for whole
+    new = path.with_name(f"{path.name}.new")  # renamed at the end, so that an interrupted build is not used
     shutil.rmtree(new, ignore_errors=True)
     command = ["mmdebstrap", "--variant=minbase", f"--include={_PACKAGES}", "trixie", str(new), mirror]
     print(f"making {path}: {' '.join(command)}", file=sys.stderr)
@@ -109,7 +110,7 @@ def make_image(path: Path) -> Path:
 
 
 def live_on(image: Path) -> dict[str, Any]:
-    """The lifecycle tests on the SLURM inside ``image``."""
+    """Run the lifecycle tests with the SLURM of ``image``."""
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "slurm" / "test_lifecycle.py")],
@@ -139,7 +140,7 @@ def main() -> int:
     )
     parser.add_argument("--nodes", type=int, nargs="*", default=[4, 64])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--image", help="folder, or auto")
+    parser.add_argument("--image", help="root file system, or auto")
     parser.add_argument("--json", dest="as_json", action="store_true")
     options = parser.parse_args()
     rows = []

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A policy version beside a plain sequential write of as many bytes on the same filesystem: MB/s of both.
+"""Compare writing a policy version with a plain sequential write of the same size on the same filesystem: MB/s of both.
 
     tools/bench/weight_write.py                        # the shape of Qwen3-0.6B, random weights, written as bfloat16
     tools/bench/weight_write.py --folder /scratch/me   # on that filesystem
 
-One rank exports its weights as the trainer does after every step: gathered layer by layer, converted to the engines' type and
-names, written, made durable, checksummed, marked stable. The plain write is one file in pieces of 8 MiB and an fsync. They take
-turns; the ratio is of the two writes of a turn.
+One rank exports its weights as the trainer does after every step: gathered layer by layer, converted to the engines'
+dtype and names, written, fsynced, checksummed, marked stable. The plain write is one file in pieces of 8 MiB and an
+fsync. They alternate; each ratio is of the two writes of one turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QWEN3_600M = {
 
 
 def plain_write(path: Path, num_bytes: int) -> float:
-    """Seconds to write and fsync one new file."""
+    """Return the seconds to write and fsync one new file."""
     piece = os.urandom(PIECE_BYTES)
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -54,12 +54,12 @@ def plain_write(path: Path, num_bytes: int) -> float:
 
 
 def build(folder: Path, shape: dict):
-    """A core of one rank with random weights."""
-    from primerl_hpc.common.listen import free_port
-    from primerl_hpc.common.rundir import RunDir
-    from primerl_hpc.recipe.schema import Recipe
-    from primerl_hpc.trainer.core import build_core
+    """Create a one-rank trainer with random weights."""
+    from primerl_hpc.recipe.load import parse_recipe
+    from primerl_hpc.run.ports import free_port
+    from primerl_hpc.run.rundir import RunDir
     from primerl_hpc.trainer.setup import start_world
+    from primerl_hpc.trainer.train_step import build_trainer
     from primerl_hpc.trainer.watchdog import Watchdog
 
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -67,7 +67,7 @@ def build(folder: Path, shape: dict):
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(shape))
-    recipe = Recipe.model_validate(
+    recipe = parse_recipe(
         {
             "kind": "sft",
             "name": "x",
@@ -78,24 +78,24 @@ def build(folder: Path, shape: dict):
     )
     run = RunDir(folder / "run")
     watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
-    return run, build_core(recipe, str(model), start_world(recipe), watchdog, may_be_random=True)
+    return run, build_trainer(recipe, str(model), start_world(recipe), watchdog, may_be_random=True)
 
 
 def take_turns(folder: Path, options: argparse.Namespace) -> tuple[int, list[float], list[float]]:
-    """Bytes of a version; seconds of the plain writes and of the exports."""
-    from primerl_hpc.common.rundir import STABLE
-    from primerl_hpc.trainer.export import export_weights
+    """Return the bytes of a version, and the seconds of the plain writes and of the exports."""
+    from primerl_hpc.run.step_dirs import STABLE
+    from primerl_hpc.trainer.weights.filesystem import export_weights
 
-    run, core = build(folder, QWEN3_600M | {"num_hidden_layers": options.layers})
+    run, trainer = build(folder, QWEN3_600M | {"num_hidden_layers": options.layers})
     size, plain, ours = 0, [], []
     for turn in range(options.turns + 1):
         started = time.perf_counter()
-        export_weights(run, core, turn)
+        export_weights(run, trainer, turn)
         duration_s = time.perf_counter() - started
         version = run.weights_step(turn)
         size = sum(path.stat().st_size for path in version.iterdir())
         run.delete_step(version, STABLE)
-        if turn:  # the first one makes what later ones find in memory
+        if turn:  # the first turn warms caches
             ours.append(duration_s)
             plain.append(plain_write(folder / "plain", size))
     return size, plain, ours
@@ -108,14 +108,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
-        "--folder", type=Path, help="on the filesystem to measure; default: the temporary one"
+        "--folder", type=Path, help="folder on the filesystem to measure [default: the temporary folder]"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         size, plain, ours = take_turns(Path(name), options)
     ratios = sorted(plain_s / ours_s for plain_s, ours_s in zip(plain, ours, strict=True))
     print(", ".join(f"{key} {value}" for key, value in describe_machine().items()))
-    print(f"{size / 1e9:.2f} GB a version")
+    print(f"{size / 1e9:.2f} GB per version")
     for label, each in (("plain write", plain), ("export", ours)):
         middle = statistics.median(each)
         print(
@@ -134,4 +134,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # libraries' own teardown would bury the figures
+    os._exit(code)  # skip the teardown of libraries, whose output would hide the figures

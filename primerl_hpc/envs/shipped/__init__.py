@@ -1,1 +1,1 @@
-"""Each folder is a verifiers plugin of its own, imported by its plain name (see ``primerl_hpc/envs/__init__.py``)."""
+"""Shipped verifiers plugins: each folder is imported by its plain name (see ``primerl_hpc/envs/__init__.py``)."""

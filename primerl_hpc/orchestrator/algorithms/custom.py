@@ -14,35 +14,37 @@ from numpy.typing import NDArray
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.importing import import_object
 from primerl_hpc.orchestrator.algorithms.base import Algorithm
-from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.orchestrator.types import Rollout
 
 
 class CustomAlgorithmError(RoleError):
-    """The user's function raised, or returned something else than an advantage for each rollout."""
+    """The user's function raised, or did not return one finite advantage per rollout."""
 
     exit_code = ExitCode.NO_CONTINUE
 
 
 class Custom(Algorithm):
+    """Call the user's function once per group; the traces of a rollout share its advantage."""
+
     def __init__(self, config: Any) -> None:
-        """Raises ConfigError when there is no such function."""
+        """Raise ConfigError if the function cannot be imported."""
         super().__init__(config)
-        self.function = import_object(config.import_path, place="algorithm.import_path")
+        self.function = import_object(config.import_path, location="algorithm.import_path")
 
     def advantages(self, group: Sequence[Rollout]) -> list[NDArray[np.float64]]:
-        """Raises CustomAlgorithmError."""
+        """Raise CustomAlgorithmError."""
         try:
-            found = np.asarray(self.function(list(group), **self.config.kwargs), dtype=np.float64)
-        except Exception as error:  # whatever a user's function may raise
-            raise self._fault(f"raised {type(error).__name__}: {error}") from error
-        if found.shape != (len(group),) or not np.isfinite(found).all():
-            raise self._fault(
-                f"returned {found.tolist()} for {len(group)} rollouts, not a finite number each"
+            advantages = np.asarray(self.function(list(group), **self.config.kwargs), dtype=np.float64)
+        except Exception as error:  # a user's function may raise anything
+            raise self._error(f"raised {type(error).__name__}: {error}") from error
+        if advantages.shape != (len(group),) or not np.isfinite(advantages).all():
+            raise self._error(
+                f"returned {advantages.tolist()} for {len(group)} rollouts; expected one finite number for each"
             )
-        return [np.full(len(rollout.traces), each) for rollout, each in zip(group, found, strict=True)]
+        return [np.full(len(rollout.traces), value) for rollout, value in zip(group, advantages, strict=True)]
 
-    def _fault(self, what: str) -> CustomAlgorithmError:
-        return CustomAlgorithmError(f"{self.config.import_path} {what}", place="algorithm.import_path")
+    def _error(self, problem: str) -> CustomAlgorithmError:
+        return CustomAlgorithmError(f"{self.config.import_path} {problem}", location="algorithm.import_path")
 
 
 ALGORITHM = Custom

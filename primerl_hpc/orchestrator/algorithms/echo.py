@@ -1,17 +1,22 @@
-"""grpo, and beside it a small cross-entropy on what the environment said: the policy also learns to foresee it."""
+"""grpo plus a small cross-entropy loss on environment messages, so that the policy also learns to predict them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from primerl_hpc.orchestrator.algorithms.grpo import Grpo
-from primerl_hpc.orchestrator.packing import TrainSample
-from primerl_hpc.orchestrator.trajectories import Sample, role_tokens
+from primerl_hpc.orchestrator.rollouts.trajectories import role_tokens
+from primerl_hpc.orchestrator.types import Sample, TrainSample
 
 
 class Echo(Grpo):
+    """Group mean as baseline for the sampled tokens, cross-entropy on environment messages."""
+
     def train_sample(self, sample: Sample, advantage: float, env_id: int) -> TrainSample:
-        """ce weight alpha[role] on the text of messages of that role; a message that several samples share counts once."""
+        """Add the cross-entropy weight alpha[role] to the text of messages of that role.
+
+        A message that several samples share counts once.
+        """
         weights = np.zeros(sample.num_tokens, np.float32)
         for role, alpha in self.config.alpha.items():
             weights[role_tokens(sample, role)] = alpha

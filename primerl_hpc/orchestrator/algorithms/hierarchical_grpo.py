@@ -1,8 +1,8 @@
-"""Group means per agent: inside one episode for agents that play there several times, across the group for the others.
+"""Group means per agent: within one episode for agents that play several times in it, across the group for the others.
 
-Of a proposer-solver game: the solvers of one episode had the same problem, so they are compared there; proposers are
-compared over the episodes of the group. An episode may end before a solver plays. That ``episode_agents`` are agents of the
-environment is checked at the start (`orchestrator.setup.check_agents`).
+Example: in a proposer-solver game the solvers of one episode had the same problem, so they are compared within it;
+proposers are compared across the episodes of the group. An episode may end before a solver plays. The start-up checks
+that ``episode_agents`` are agents of the environment (`orchestrator.setup.check_agents`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.orchestrator.algorithms.base import EQUAL, Algorithm
-from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.orchestrator.types import Rollout
 
 
 class HierarchicalGrpo(Algorithm):
-    """A = r - mean(r) over the traces of the same agent: of the episode (``episode_agents``), or of the group."""
+    """A = r - mean(r) over the traces of the same agent.
+
+    The mean is over the episode for ``episode_agents``, over the group for all others.
+    """
 
     def advantages(self, group: Sequence[Rollout]) -> list[NDArray[np.float64]]:
         inside = set(self.config.episode_agents)

@@ -1,4 +1,4 @@
-"""Short rollouts are worth more than long ones of the same reward, in one of two forms."""
+"""Length penalties: of two rollouts with equal rewards, the shorter one gets the larger value."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.orchestrator.trajectories import Rollout
-from primerl_hpc.recipe.algorithm_schema import CorrectLengthPenalty, LengthPenalty, LinearLengthPenalty
+from primerl_hpc.orchestrator.types import Rollout
+from primerl_hpc.recipe.schema.algorithm import CorrectLengthPenalty, LengthPenalty, LinearLengthPenalty
 
 
 def penalize_length(penalty: LengthPenalty | None, group: Sequence[Rollout]) -> NDArray[np.float64]:
-    """The group's rewards [G] after the penalty; as they are without one."""
+    """Return the group's rewards [G] after the penalty; unchanged if ``penalty`` is None."""
     rewards = np.asarray([rollout.reward for rollout in group], dtype=np.float64)
     if penalty is None:
         return rewards
@@ -32,13 +32,16 @@ def _linear(
     inputs: NDArray[np.float64],
     turns: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """r'_i = r_i - p (w_out out_i/max out + w_in in_i/max in + w_turn turns_i/max turns), p = mean(r)."""
+    """r'_i = r_i - p (w_out out_i/max out + w_in in_i/max in + w_turn turns_i/max turns), p = max(mean(r), 0).
+
+    A negative mean would turn the penalty into a reward for length.
+    """
     share = (
         penalty.output_weight * outputs / max(outputs.max(), 1)
         + penalty.input_weight * inputs / max(inputs.max(), 1)
         + penalty.turn_weight * turns / max(turns.max(), 1)
     )
-    return rewards - rewards.mean() * share
+    return rewards - max(rewards.mean(), 0.0) * share
 
 
 def _tokens(
@@ -48,7 +51,7 @@ def _tokens(
 
 
 def _correct(rewards: NDArray[np.float64], cost: NDArray[np.float64]) -> NDArray[np.float64]:
-    """r'_i = r_i (1 + clamp(1 - c_i / c̄, 0, 1)) where r_i = max r > 0, c̄ the mean cost of those; r_i elsewhere."""
+    """r'_i = r_i (1 + clamp(1 - c_i / c̄, 0, 1)) where r_i = max r > 0, else r_i; c̄: mean cost where r_i = max r."""
     best = rewards.max()
     if best <= 0:
         return rewards

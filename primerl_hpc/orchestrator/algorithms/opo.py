@@ -1,4 +1,4 @@
-"""Length-weighted mean as baseline, which minimises the gradient's variance (OPO, arXiv 2505.23585)."""
+"""Length-weighted mean as baseline, which minimizes the variance of the gradient (OPO, arXiv 2505.23585)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""On-policy self-distillation: as opd, but who scores is the live policy after it has read a demonstration of the task.
+"""On-policy self-distillation: like opd, but the scores come from the live policy, given a demonstration of the task.
 
-Where the log-probabilities come from: `orchestrator.self_teacher`.
+`orchestrator.rollouts.self_teacher` computes the log-probabilities.
 """
 
 from __future__ import annotations

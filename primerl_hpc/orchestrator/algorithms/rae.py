@@ -1,7 +1,7 @@
 """Role-conditioned advantage estimation for self-play (SPIRAL, arXiv 2506.24119 §3.3).
 
-Players of one game cannot be compared with each other, and a zero-sum game's rewards have no group mean worth having;
-each agent is compared with its own past instead.
+Players of one game cannot be compared with each other, and the group mean of a zero-sum game is not a useful baseline,
+so each agent is compared with a moving average of its own rewards.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.orchestrator.algorithms.base import Algorithm
-from primerl_hpc.orchestrator.trajectories import Rollout
+from primerl_hpc.orchestrator.types import AgentTrace, Rollout
 
 
 class Rae(Algorithm):
-    """A = r - b_agent, with b_agent as it was before the group; then b ← d b + (1 - d) r, trace by trace, b_0 = 0."""
+    """Per trace, in the order of the group's rollouts: A = r - b_agent, then b ← d b + (1 - d) r; b_0 = 0.
+
+    The baseline of a trace is the value before its own update, as in SPIRAL's reference code (``prepare_trajectories``
+    of train_spiral.py): a trace is never compared with itself, and the later traces of a group are compared with the
+    earlier ones.
+    """
 
     def advantages(self, group: Sequence[Rollout]) -> list[NDArray[np.float64]]:
-        before: dict[str, float] = dict(self.learnt)
+        return [np.asarray([self._advantage(trace) for trace in rollout.traces]) for rollout in group]
+
+    def _advantage(self, trace: AgentTrace) -> float:
+        baseline: float = self.learned.get(trace.agent, 0.0)
         decay = self.config.decay
-        for rollout in group:
-            for trace in rollout.traces:
-                baseline = self.learnt.get(trace.agent, 0.0)
-                self.learnt[trace.agent] = decay * baseline + (1 - decay) * trace.reward
-        return [
-            np.asarray([trace.reward - before.get(trace.agent, 0.0) for trace in rollout.traces])
-            for rollout in group
-        ]
+        self.learned[trace.agent] = decay * baseline + (1 - decay) * trace.reward
+        return trace.reward - baseline
 
 
 ALGORITHM = Rae

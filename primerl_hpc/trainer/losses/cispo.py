@@ -5,7 +5,7 @@ loss = −sg(clip(r, 1−clip_low, 1+clip_high)) · A · log π + kl_tau · (log
 
 from __future__ import annotations
 
-from primerl_hpc.recipe.training_schema import CISPOLoss
+from primerl_hpc.recipe.schema.training import CISPOLoss
 from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss, clip_metrics
 
 
@@ -17,3 +17,6 @@ def cispo(x: LossInputs, config: CISPOLoss) -> TokenLoss:
     policy = -weight * x.advantages * x.logprobs
     metrics = {name.replace("masked", "clipped"): value for name, value in clip_metrics(low, high).items()}
     return TokenLoss(policy + config.kl_tau * log_ratio**2, metrics)
+
+
+LOSS = cispo

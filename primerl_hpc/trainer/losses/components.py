@@ -1,29 +1,33 @@
 """A step's loss: L = Σ L_rl/N_rl + Σ L_ce/N_ce + Σ L_ref_kl/N_ref_kl.
 
 Each N is the number of the component's tokens over all ranks and micro-batches of the step (at least 1), so the
-result does not depend on how tokens are spread over rows and ranks. A token belongs to a component where its weight
+result does not depend on the distribution of tokens over rows and ranks. A token belongs to a component if its weight
 is not zero; the weight multiplies its loss.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from primerl_hpc.recipe.training_schema import Loss
-from primerl_hpc.trainer.batch import TokenBatch
-from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
+from primerl_hpc.recipe.schema.training import Loss
+from primerl_hpc.trainer.batch import COMPONENTS, TokenBatch
+from primerl_hpc.trainer.losses.base import MAX_LOG_RATIO, LossInputs, TokenLoss
 from primerl_hpc.trainer.losses.custom import CustomLossError
 from primerl_hpc.trainer.losses.ref_kl import ref_kl
-from primerl_hpc.trainer.losses.registry import rl_loss
-from primerl_hpc.transport.rollouts import MicroBatch
+from primerl_hpc.transport.rollouts.types import MicroBatch
 
-COMPONENTS = ("rl", "ce", "ref_kl")
+
+def rl_loss(x: LossInputs, config: Loss) -> TokenLoss:
+    """Compute the loss that the recipe's block selects: ``LOSS`` of the module named like its type."""
+    return import_module(f"{__package__}.{config.type}").LOSS(x, config)
 
 
 def component_counts(rows: list[MicroBatch]) -> list[int]:
-    """Trained tokens of rl, ce and ref_kl in ``rows``, and samples with any of rl."""
+    """Return the number of trained tokens of rl, ce and ref_kl in ``rows``, and of samples with any of rl."""
     counts = [0] * (len(COMPONENTS) + 1)
     for row in rows:
         members = [(row.weights(name) != 0) & (row.position_ids != 0) for name in COMPONENTS]
@@ -36,16 +40,15 @@ def component_counts(rows: list[MicroBatch]) -> list[int]:
 def step_loss(
     batch: TokenBatch, logprobs: Tensor, counts: Tensor, config: Loss
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | int]]]:
-    """This forward's part of the step's loss (scalar), and metrics as (sum, number of tokens).
+    """Return this forward's part of the step's loss (scalar), and metrics as (sum, number of tokens).
 
-    ``logprobs`` [T] float32; ``counts`` [4] `component_counts` of all ranks.
+    ``logprobs`` [T] float32; ``counts`` [4]: `component_counts` summed over all ranks.
     """
     *num_tokens, num_sequences = counts
-    total = logprobs.sum() * 0.0  # keeps the graph whole when no token is trained here
+    total = logprobs.sum() * 0.0  # keeps the graph connected when no token is trained here
     metrics: dict[str, tuple[Tensor, Tensor | int]] = {}
     for name, count in zip(COMPONENTS, num_tokens, strict=True):
-        weights = getattr(batch, f"{name}_weights")
-        members = weights.nonzero()[:, 0]
+        weights, members = getattr(batch, f"{name}_weights"), batch.members[name]
         if not len(members):
             continue
         x = LossInputs(
@@ -63,14 +66,18 @@ def step_loss(
             result = ref_kl(x) if name == "ref_kl" else rl_loss(x, config)
         part = (result.loss * weights[members]).sum()
         total = total + part / count.clamp(min=1)
-        metrics[f"loss/{name}"] = (part.detach(), len(members))
+        # for ce report the negative log-likelihood itself, whatever its weight
+        metrics[f"loss/{name}"] = (
+            result.loss.sum().detach() if name == "ce" else part.detach(),
+            len(members),
+        )
         metrics |= metric_sums(x, result)
     return total, metrics
 
 
 @torch.no_grad()
 def metric_sums(x: LossInputs, result: TokenLoss) -> dict[str, tuple[Tensor, Tensor | int]]:
-    """(sum, number of tokens) of each metric; where tokens are masked also what is so on either side of the mask."""
+    """Return (sum, number of tokens) of each metric; with masked tokens also figures for either side of the mask."""
     sums: dict[str, tuple[Tensor, Tensor | int]] = {
         f"{name}/mean": (value.sum(), len(value)) for name, value in result.metrics.items()
     }
@@ -83,14 +90,14 @@ def metric_sums(x: LossInputs, result: TokenLoss) -> dict[str, tuple[Tensor, Ten
         ("masked_advantage_positive", x.advantages > 0, masked),
         ("masked_advantage_negative", x.advantages < 0, masked),
     ):
-        sums[f"{name}/mean"] = ((value * members).sum(), members.sum())
+        sums[f"{name}/mean"] = (torch.where(members > 0, value, 0.0).sum(), members.sum())
     return sums
 
 
 def try_loss(config: Loss) -> tuple[str, ...]:
-    """The loss on four made-up tokens of two samples: the names of its metrics.
+    """Evaluate the loss on four synthetic tokens of two samples and return the names of its metrics.
 
-    Raises ConfigError or CustomLossError for a custom one that cannot be used.
+    Raises ConfigError or CustomLossError for a custom loss that cannot be used.
     """
     x = LossInputs(
         logprobs=torch.tensor([-0.1, -0.7, -1.2, -2.0], requires_grad=True),
@@ -103,11 +110,13 @@ def try_loss(config: Loss) -> tuple[str, ...]:
     )
     result = rl_loss(x, config)
     if not result.loss.requires_grad:
-        raise CustomLossError("it has no gradient: it must be made of x.logprobs", place="loss.import_path")
+        raise CustomLossError(
+            "the loss does not depend on x.logprobs (no gradient)", location="loss.import_path"
+        )
     return tuple(metric_sums(x, result))
 
 
 def mismatch_kl(logprobs: Tensor, inference_logprobs: Tensor) -> Tensor:
-    """k3 estimator of KL(μ‖π) per token: r − log r − 1 with r = π/μ."""
+    """Return the k3 estimator of KL(μ‖π) per token: r − log r − 1 with r = π/μ, r at most e^`MAX_LOG_RATIO`."""
     log_ratio = logprobs - inference_logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio

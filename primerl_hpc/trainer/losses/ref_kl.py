@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
+from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss, importance_ratio
 
 MASK_LOW, KL_TAU = 0.2, 1e-3
 
@@ -18,5 +18,5 @@ def ref_kl(x: LossInputs) -> TokenLoss:
     with torch.no_grad():
         keep = x.logprobs.exp() - x.inference_logprobs.exp() >= -MASK_LOW
         advantages = x.ref_logprobs - x.logprobs
-    policy = -torch.where(keep, advantages * log_ratio.exp(), 0.0)
+    policy = -torch.where(keep, advantages * importance_ratio(log_ratio, keep), 0.0)
     return TokenLoss(policy + KL_TAU * log_ratio**2)

@@ -1,10 +1,14 @@
-"""DeepEP behind the dispatcher's interface: its kernels move tokens over NVLink and RDMA (github.com/deepseek-ai/DeepEP, `Buffer`).
+"""DeepEP (github.com/deepseek-ai/DeepEP, `Buffer`) as a dispatcher: its kernels move tokens over NVLink and RDMA.
 
-Installed by hand, imported here alone. Hidden states must be bfloat16, routing weights travel as float32.
+``tools/install-deepep`` installs it, and it is imported only here. Hidden states must be bfloat16; routing weights are
+sent as float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,47 +16,73 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.trainer.parallel.dispatch import Received
+from primerl_hpc.trainer.parallel.dispatch import Received, nothing
 
 
 def import_deep_ep() -> Any:
-    """Raises ConfigError where DeepEP cannot work."""
-    try:
-        import deep_ep
-    except ImportError as error:
+    """Return the module. Raises ConfigError if DeepEP is not installed or cannot be imported, or there is no GPU."""
+    if find_spec("deep_ep") is None:
         raise ConfigError(
-            f"layout.trainer.expert_backend is deepep, but DeepEP is not installed here ({error})",
-            mend="install DeepEP for this torch and CUDA, or set it to torch",
+            "layout.trainer.expert_backend is deepep, but DeepEP is not installed here",
+            hint="install it with tools/install-deepep, or set it to torch",
+        )
+    try:
+        deep_ep = import_module("deep_ep")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"layout.trainer.expert_backend is deepep, but the installed DeepEP cannot be imported ({error})",
+            hint="add the folder lib of NVSHMEM to LD_LIBRARY_PATH, build it again with tools/install-deepep for this "
+            "torch, or set it to torch",
         ) from error
+    if not hasattr(deep_ep, "Buffer"):
+        raise ConfigError(
+            "layout.trainer.expert_backend is deepep, but the installed deep_ep has no class Buffer: PyPI's package of "
+            "this name, and later versions of DeepEP, have another interface",
+            hint="install the pinned version with tools/install-deepep, or set it to torch",
+        )
     if not torch.cuda.is_available():
         raise ConfigError(
-            "layout.trainer.expert_backend is deepep, but there is no GPU", mend="set it to torch"
+            "layout.trainer.expert_backend is deepep, but there is no GPU", hint="set it to torch"
         )
     return deep_ep
 
 
 class DeepEPDispatcher:
-    """One for all layers, with one communication buffer, made when the first tokens tell their width."""
+    """One dispatcher for all layers, with one communication buffer, allocated for the width of the first tokens.
+
+    Raises ConfigError for a number of ranks for which DeepEP has no settings.
+    """
 
     def __init__(self, group: dist.ProcessGroup, num_local_experts: int) -> None:
         self.deep_ep = import_deep_ep()
         self.group, self.num_local = group, num_local_experts
+        size, buffer_class = dist.get_world_size(group), self.deep_ep.Buffer
+        try:
+            self.configs = [buffer_class.get_dispatch_config(size), buffer_class.get_combine_config(size)]
+        except AssertionError as error:
+            raise ConfigError(
+                f"layout.trainer.expert_backend is deepep, which cannot distribute experts over {size} ranks ({error})",
+                hint="set layout.trainer.expert_parallel to 2, 4, 8, 16 or 32, or expert_backend to torch",
+            ) from error
         self.num_experts = num_local_experts * dist.get_world_size(group)
         self.buffer: Any = None
 
-    def dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def dispatch(
+        self, hidden: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], None] = nothing
+    ) -> Received:
         if self.buffer is None:
             self.buffer = self._make_buffer(hidden.shape[1] * hidden.element_size())
+        meanwhile()
         hidden, local, routed, num_pairs, handle = _Dispatch.apply(
             hidden, index, weights.float(), self.buffer, self.num_experts
         )
         is_elsewhere = local < 0
         local = local.masked_fill(is_elsewhere, self.num_local)
-        routed = routed.masked_fill(is_elsewhere, 0.0)  # nor does a gradient come back from there
+        routed = routed.masked_fill(is_elsewhere, 0.0)  # so that it has no gradient either
         if not len(hidden):
-            # as in TorchDispatcher: a row for nobody
+            # as in TorchDispatcher: a row that belongs to no expert
             hidden, routed = (
-                torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (hidden, routed)
+                torch.cat([rows, rows.new_zeros(1, rows.shape[1])]) for rows in (hidden, routed)
             )
             local = local.new_full((1, local.shape[1]), self.num_local)
             return Received(hidden, local, routed, 0, (handle, 0))
@@ -63,11 +93,10 @@ class DeepEPDispatcher:
         return _Combine.apply(output[:num_rows], self.buffer, handle)
 
     def _make_buffer(self, row_bytes: int) -> Any:
-        size, kind = dist.get_world_size(self.group), self.deep_ep.Buffer
-        configs = [kind.get_dispatch_config(size), kind.get_combine_config(size)]
-        nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
-        return kind(self.group, nvlink, rdma)
+        size = dist.get_world_size(self.group)
+        nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in self.configs)
+        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in self.configs)
+        return self.deep_ep.Buffer(self.group, nvlink, rdma)
 
 
 class _Dispatch(torch.autograd.Function):

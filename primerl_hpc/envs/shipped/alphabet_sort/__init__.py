@@ -1,9 +1,9 @@
-"""alphabet-sort: several turns. The user names people, a few more each turn; the reply is all of them so far, sorted.
+"""alphabet-sort: several turns. The user gives a few names each turn; the answer is all names so far, sorted.
 
     environments: {train: [{id: alphabet-sort, args: {turns: 3, names_per_turn: 2}}]}
 
-Names are drawn from `NAMES` without repetition inside a task. The reward is the mean over the turns of the similarity of
-reply and answer in [0, 1]; a turn that was not reached counts as 0.
+Names are drawn from `NAMES` without repetition within a task. The reward is the similarity of reply and answer in [0,
+1], averaged over all turns of the task; turns that the rollout did not reach count as 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
+from verifiers.v1.types import content_text
 
 NAMES = [
     "ada",
@@ -120,7 +121,7 @@ _DEFAULT_TASKS = {"train": 4096, "test": 256}
 
 class AlphabetSortData(vf.TaskData):
     given: list[list[str]]
-    """Names that each turn brings."""
+    """Names that each turn adds."""
 
     def answer(self, turn: int) -> str:
         return " ".join(sorted(name for names in self.given[: turn + 1] for name in names))
@@ -133,7 +134,7 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
 
     @vf.reward(weight=1.0)
     async def similarity(self, trace: vf.Trace) -> float:
-        """difflib's ratio of reply and answer, averaged over all turns that the task has."""
+        """Return difflib's ratio of reply and answer, averaged over all turns of the task."""
         replies = replies_of(trace)
         scores = [
             SequenceMatcher(None, " ".join(reply.split()), self.data.answer(turn)).ratio()
@@ -143,14 +144,14 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
 
     @vf.metric
     async def exact_turns(self, trace: vf.Trace) -> float:
-        """Share of the turns whose reply is the answer."""
+        """Return the share of turns whose reply equals the answer."""
         replies = replies_of(trace)
         exact = [" ".join(reply.split()) == self.data.answer(turn) for turn, reply in enumerate(replies)]
         return sum(exact) / len(self.data.given)
 
 
 def replies_of(trace: vf.Trace) -> list[str]:
-    return [node.message.content or "" for node in trace.nodes if node.sampled]
+    return [content_text(node.message.content) for node in trace.nodes if node.sampled]
 
 
 class AlphabetSortConfig(vf.TasksetConfig):
@@ -162,7 +163,7 @@ class AlphabetSortConfig(vf.TasksetConfig):
     names_per_turn: int = Field(2, ge=1)
 
     @model_validator(mode="after")
-    def _there_are_so_many_names(self) -> AlphabetSortConfig:
+    def _check_number_of_names(self) -> AlphabetSortConfig:
         if self.turns * self.names_per_turn > len(NAMES):
             raise ValueError(f"turns × names_per_turn must be at most {len(NAMES)}")
         return self
@@ -170,26 +171,28 @@ class AlphabetSortConfig(vf.TasksetConfig):
 
 class AlphabetSort(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
     def load(self) -> Iterator[AlphabetSortTask]:
-        """Distinct tasks. Raises ValueError when the names do not give so many."""
+        """Yield distinct tasks. Raises ValueError if there are not enough names for ``num_tasks``."""
         config = self.config
         rng = random.Random(2 * config.seed + _SEED_OF[config.split])
         num_tasks = config.num_tasks or _DEFAULT_TASKS[config.split]
         seen: set[tuple[str, ...]] = set()
         for _ in range(1000 * num_tasks):
             names = tuple(rng.sample(NAMES, config.turns * config.names_per_turn))
-            # what a test task is must not depend on the seed
+            # the split of a task must not depend on the seed
             is_test = sum(map(ord, "".join(sorted(names)))) % 16 == 0
             if names in seen or is_test != (config.split == "test"):
                 continue
             seen.add(names)
             size = config.names_per_turn
             given = [list(names[start : start + size]) for start in range(0, len(names), size)]
-            yield AlphabetSortTask(
-                AlphabetSortData(prompt=f"sort: {' '.join(given[0])}", given=given), config.task
+            # verifiers passes the default of artifact_max_bytes by position, which type checkers do not see
+            data = AlphabetSortData(  # pyright: ignore[reportCallIssue]
+                prompt=f"sort: {' '.join(given[0])}", given=given
             )
+            yield AlphabetSortTask(data, config.task)
             if len(seen) == num_tasks:
                 return
-        raise ValueError(f"the names do not give {num_tasks} different {config.split} tasks")
+        raise ValueError(f"cannot generate {num_tasks} distinct {config.split} tasks from the names")
 
 
 class AlphabetSortEnvConfig(vf.EnvConfig):

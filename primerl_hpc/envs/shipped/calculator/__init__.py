@@ -1,8 +1,8 @@
-"""calculator: the prompt is a × b + c, too large to know by heart; tools ``multiply`` and ``add`` are at hand.
+"""calculator: the prompt is a × b + c, too large for mental arithmetic; the tools are ``multiply`` and ``add``.
 
     environments: {train: [{id: calculator, args: {digits: 4}, env_args: {agent: {max_turns: 4}}}]}
 
-Needs a model and a renderer that know tools. The reward is 1 when the last number of the last reply is the answer.
+Requires a model and a renderer with tool support. The reward is 1 if the last number in the last reply is the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
-from primerl_hpc.envs.calculator_tools import CalculatorTools
+from primerl_hpc.envs.generated import count_tool_calls
+from primerl_hpc.envs.tool_servers.calculator import CalculatorTools
 
 _SEED_OF = {"train": 0, "test": 1}
 _DEFAULT_TASKS = {"train": 4096, "test": 256}
@@ -37,7 +38,7 @@ class CalculatorTask(vf.Task[CalculatorData]):
 
     @vf.metric
     async def tool_calls(self, trace: vf.Trace) -> float:
-        return float(sum(len(getattr(node.message, "tool_calls", None) or []) for node in trace.nodes))
+        return count_tool_calls(trace)
 
 
 class CalculatorConfig(vf.TasksetConfig):
@@ -46,7 +47,7 @@ class CalculatorConfig(vf.TasksetConfig):
     """Default: 4096 for train, 256 for test."""
     seed: int = 0
     digits: int = Field(4, ge=2, le=9)
-    """Of each number."""
+    """Digits of each number."""
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
 
@@ -56,7 +57,7 @@ class Calculator(vf.Taskset[CalculatorTask, CalculatorConfig]):
         return [CalculatorTools(config.tools)]
 
     def load(self) -> Iterator[CalculatorTask]:
-        """a is odd in training and even in the test, so the two share no task."""
+        """Yield distinct tasks. ``a`` is odd in training and even in test, so the splits share no task."""
         config = self.config
         rng = random.Random(2 * config.seed + _SEED_OF[config.split])
         low, high = 10 ** (config.digits - 1), 10**config.digits - 1
@@ -70,7 +71,9 @@ class Calculator(vf.Taskset[CalculatorTask, CalculatorConfig]):
             seen.add(numbers)
             a, b, c = numbers
             prompt = f"What is {a} * {b} + {c}? Use the tools; end with the number."
-            yield CalculatorTask(CalculatorData(prompt=prompt, answer=a * b + c), config.task)
+            # verifiers passes the default of artifact_max_bytes by position, which type checkers do not see
+            data = CalculatorData(prompt=prompt, answer=a * b + c)  # pyright: ignore[reportCallIssue]
+            yield CalculatorTask(data, config.task)
 
 
 __all__ = ["Calculator"]

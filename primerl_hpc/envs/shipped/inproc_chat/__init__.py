@@ -1,8 +1,9 @@
-"""inproc-chat: an agent loop that runs inside the environment server: ask the model, call the tools, ask again.
+"""inproc-chat: an agent loop inside the environment server: query the model, call the tools, repeat.
 
-verifiers' stock harnesses start a program per rollout (1.2 s of CPU each, and a package index they must reach); this
-one is a coroutine (0.01 s). It speaks to the rollout's interception endpoint as any harness does, so every turn is
-recorded there. Bound the loop with ``env_args: {agent: {max_turns: 4}}``.
+verifiers' own harnesses start a program per rollout (1.2 s of CPU time each, and they need access to a package index);
+this one is a coroutine (0.001 s). Like every harness, it sends requests to the rollout's interception endpoint, which
+records every turn; in an environment server it calls the endpoint's handler without HTTP (`envs.serving.in_process`).
+Limit the loop with ``env_args: {agent: {max_turns: 4}}``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 import aiohttp
 import verifiers.v1 as vf
 from pydantic import Field
+from pydantic_core import from_json, to_json
 from verifiers.v1.dialects.chat import message_to_wire
+
+from primerl_hpc.envs.serving import in_process
 
 _MAX_PAUSE_S = 8.0
 _ERROR_CHARS = 500
@@ -24,7 +28,7 @@ _ERROR_CHARS = 500
 class InprocChatConfig(vf.HarnessConfig):
     id: str = "inproc-chat"
     max_retries: int = Field(4, ge=0)
-    """Repeats of one model call that failed with 429, 5xx or a broken connection."""
+    """Retries of a model call that failed with 429, 5xx or a connection error."""
 
 
 class InprocChatHarness(vf.Harness[InprocChatConfig]):
@@ -47,18 +51,15 @@ class InprocChatHarness(vf.Harness[InprocChatConfig]):
     ) -> vf.ProgramResult:
         messages = self._opening(data)
         async with AsyncExitStack() as stack:
-            # not httpx: its connections cost the server a quarter of its CPU time; the endpoint is on this host: no proxy
-            client = await stack.enter_async_context(
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
-            )
+            channel = _Endpoint(stack, f"{endpoint}/chat/completions", secret)
             tools, sessions = await _connect_tools(stack, mcp_urls)
-            while True:  # a turn beyond agent.max_turns is refused with 400
+            while True:  # the endpoint rejects turns beyond agent.max_turns with 400
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
-                status, answer = await self._post(client, f"{endpoint}/chat/completions", body, secret)
+                status, response = await self._ask(channel, body)
                 if status >= 400:
-                    said = answer.decode(errors="replace")[:_ERROR_CHARS]
-                    return vf.ProgramResult(1, "", f"HTTP {status}: {said}")
-                message = json.loads(answer)["choices"][0]["message"]
+                    text = response.decode(errors="replace")[:_ERROR_CHARS]
+                    return vf.ProgramResult(1, "", f"HTTP {status}: {text}")
+                message = from_json(response)["choices"][0]["message"]
                 messages.append(message)
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
@@ -72,20 +73,17 @@ class InprocChatHarness(vf.Harness[InprocChatConfig]):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *(message_to_wire(message) for message in prompt or [])]
 
-    async def _post(
-        self, client: aiohttp.ClientSession, url: str, body: dict[str, Any], secret: str
-    ) -> tuple[int, bytes]:
-        """(status, body) of the last try's answer; a broken connection on the last try is raised."""
+    async def _ask(self, endpoint: _Endpoint, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Send a request with retries. Returns (status, body) of the last response.
+
+        Raises aiohttp.ClientError if the last try fails without a response.
+        """
         for attempt in range(self.config.max_retries + 1):
             is_last = attempt == self.config.max_retries
-            headers = {"Authorization": f"Bearer {secret}"}
-            if attempt:  # tells the interception endpoint that this repeats a turn and does not fork it
-                headers["x-stainless-retry-count"] = str(attempt)
             try:
-                async with client.post(url, json=body, headers=headers) as answer:
-                    content = await answer.read()
-                if is_last or (answer.status != 429 and answer.status < 500):
-                    return answer.status, content
+                status, content = await endpoint.post(to_json(body), attempt)
+                if is_last or (status != 429 and status < 500):
+                    return status, content
             except aiohttp.ClientError:
                 if is_last:
                     raise
@@ -93,10 +91,33 @@ class InprocChatHarness(vf.Harness[InprocChatConfig]):
         raise AssertionError("unreachable: the last try returns or raises")
 
 
+class _Endpoint:
+    """The rollout's interception endpoint: its handler in this process, or its URL."""
+
+    def __init__(self, stack: AsyncExitStack, url: str, secret: str) -> None:
+        self.stack, self.url, self.secret = stack, url, secret
+        self._client: aiohttp.ClientSession | None = None
+
+    async def post(self, body: bytes, attempt: int) -> tuple[int, bytes]:
+        """Send a request. Returns (status, body). Raises aiohttp.ClientError without a response."""
+        if in_process.is_here(self.secret):
+            found = await in_process.call(self.secret, body, attempt)
+            return found.status, found.body
+        if self._client is None:  # no proxy, because the endpoint is local
+            self._client = await self.stack.enter_async_context(
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+            )
+        headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
+        if attempt:
+            headers[in_process.RETRY_HEADER] = str(attempt)
+        async with self._client.post(self.url, data=body, headers=headers) as response:
+            return response.status, await response.read()
+
+
 async def _connect_tools(
     stack: AsyncExitStack, mcp_urls: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[Any, str]]]:
-    """Tool schemas for the model, and by advertised name the MCP session and the tool's own name."""
+    """Connect to the MCP servers. Returns the tool schemas, and (session, tool's own name) by advertised name."""
     tools: list[dict[str, Any]] = []
     sessions: dict[str, tuple[Any, str]] = {}
     for prefix, url in mcp_urls.items():
@@ -112,7 +133,7 @@ async def _connect_tools(
 
 
 async def _call_tool(sessions: dict[str, tuple[Any, str]], call: dict[str, Any]) -> dict[str, Any]:
-    """The tool's answer as a message; what goes wrong in a call is for the model to read."""
+    """Call a tool. Returns its result as a message; an error is returned to the model as the content."""
     function = call["function"]
     try:
         session, name = sessions[function["name"]]

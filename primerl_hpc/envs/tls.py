@@ -1,0 +1,30 @@
+"""TLS of the HTTP clients that verifiers creates in an environment server.
+
+verifiers creates one HTTP client for each rollout and judge. A client that sends the run's API key trusts only the
+certificate authority of the attempt; other clients trust the machine's certificates. Both TLS contexts are created
+once, because loading the machine's certificates takes 20 ms of CPU time, as much as the rest of a small rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from primerl_hpc.common import env
+from primerl_hpc.run.access.keys import RunKeys
+
+
+def trust_run(keys: RunKeys) -> None:
+    """Patch verifiers so that its clients in this process use these two contexts."""
+    from verifiers.v1.clients import base, eval
+
+    own, public = keys.client_context(), httpx.create_ssl_context()
+
+    def build_async_httpx(config: Any) -> httpx.AsyncClient:
+        context = own if config.api_key_var == env.ENGINE_API_KEY else public
+        timeout = httpx.Timeout(**config.timeout.model_dump())
+        return httpx.AsyncClient(verify=context, timeout=timeout, limits=base.DEFAULT_LIMITS)
+
+    base.build_async_httpx = build_async_httpx
+    eval.build_async_httpx = build_async_httpx

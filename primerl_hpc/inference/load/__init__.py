@@ -1,0 +1,5 @@
+"""Load on engines, for ``primerl-hpc inference --bench``.
+
+Reading order: timing (what is measured of a request, pure) → client (one streamed request) → levels (closed and open
+loops).
+"""

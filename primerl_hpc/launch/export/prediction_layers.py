@@ -1,0 +1,120 @@
+"""Layers for multi-token prediction in exports: copied from the base model, because the trainer does not load them.
+
+    names = prediction_tensors(base, trained)     # by the files' names; empty for most models
+    add_tensors(names, folder)                    # a file of their own, in the index and the manifest of ``folder``
+
+Their bytes are copied as they are, so torch is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primerl_hpc.common.files import crc32_of_file, listed_file, read_json, write_json
+from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
+from primerl_hpc.transport.base_models.quantized import quantization_of
+from primerl_hpc.transport.weights.filesystem import (
+    INDEX,
+    MANIFEST,
+    WeightWriter,
+    manifest_files,
+    shards_of_index,
+)
+
+if TYPE_CHECKING:
+    from primerl_hpc.transport.tensor_file import TensorEntry
+
+FILE = "model-mtp.safetensors"
+CHUNK_BYTES = 1 << 22
+
+
+def prediction_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
+    """Map tensors for multi-token prediction in the folder ``base`` to their files, unless they are ``trained``.
+
+    Empty for a quantized base model, whose bytes an export in another type cannot hold.
+    """
+    config = read_json(base / "config.json")
+    if quantization_of(config) is not None:
+        return {}
+    stored, known = stored_tensors(base), set(trained)
+    return {
+        name: path
+        for name, path in stored.items()
+        if name not in known and is_prediction_tensor(name, config)
+    }
+
+
+def stored_tensors(folder: Path) -> dict[str, Path]:
+    """Map the names of a model folder's tensors to their files. Raises DataError for a damaged file."""
+    if (folder / INDEX).is_file():
+        return {name: listed_file(folder, file) for name, file in shards_of_index(folder).items()}
+    return {name: path for path in sorted(folder.glob("*.safetensors")) for name in _entries(path)}
+
+
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    from primerl_hpc.transport.tensor_file import read_header
+
+    with decoding("not a complete safetensors file", location=path, more=(OSError,)):
+        return read_header(path)
+
+
+def base_at_hand(name: str) -> Path | None:
+    """Return the folder of a base model (a path or hub id), without a download; None if it is not on this machine."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def add_tensors(names: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
+    """Copy the tensors ``names`` into a file of the exported ``folder``. Returns its manifest's new entries."""
+    headers = {path: _entries(path) for path in set(names.values())}
+    entries = {name: (path, headers[path][name]) for name, path in names.items()}
+    num_bytes = _write(folder / FILE, entries)
+    index = read_json(folder / INDEX)
+    index["weight_map"] = dict(sorted((index["weight_map"] | dict.fromkeys(entries, FILE)).items()))
+    index["metadata"]["total_size"] += num_bytes
+    manifest = read_json(folder / MANIFEST)
+    kept = [entry for entry in manifest_files(folder) if entry["name"] != INDEX]
+    (folder / INDEX).unlink()  # it may be a hard link to the version's own
+    write_json(folder / INDEX, index)
+    files = [
+        *kept,
+        *(WeightWriter.entry(folder / name, crc32_of_file(folder / name)) for name in (INDEX, FILE)),
+    ]
+    manifest["files"] = sorted(files, key=lambda entry: entry["name"])
+    (folder / MANIFEST).unlink()
+    write_json(folder / MANIFEST, manifest)
+    return manifest["files"]
+
+
+def _write(target: Path, entries: dict[str, tuple[Path, TensorEntry]]) -> int:
+    """Write a safetensors file of copied tensors and fsync it. Returns the bytes of their data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (_, entry) in entries.items():
+        end = offset + entry.end - entry.start
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("xb") as writer:
+        writer.write(len(text).to_bytes(8, "little") + text)
+        for path, entry in entries.values():
+            with path.open("rb") as reader:
+                reader.seek(entry.start)
+                for start in range(entry.start, entry.end, CHUNK_BYTES):
+                    writer.write(reader.read(min(CHUNK_BYTES, entry.end - start)))
+        writer.flush()
+        os.fsync(writer.fileno())
+    return offset

@@ -1,0 +1,222 @@
+"""Fetch everything that a run needs, one need after the other, while holding the lock of the cache.
+
+    for item in prefetch(needs, profile, on_progress=show): print(item.need.name, item.found.state)
+    items = inspect(needs, profile)                                 # only looks
+
+Two commands that use one cache run one after the other: the second one finds what the first one has fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common.errors import OccupiedError, PrimerlError
+from primerl_hpc.common.files import write_json
+from primerl_hpc.common.waiting import repeating
+from primerl_hpc.launch.hub_cache import cache_folder, open_cache
+from primerl_hpc.launch.prefetch.images import look_for_image, pull_image
+from primerl_hpc.launch.prefetch.inventory import Found, Presence, look, marker_path, markers_folder
+from primerl_hpc.launch.prefetch.needs import Need, NeedKind
+from primerl_hpc.launch.prefetch.packages import ask_python, child_environment, look_for_package
+from primerl_hpc.run.lock import TOUCH_EVERY_S, SupervisorLock
+
+WAIT_S = 2.0
+Progress = Callable[[Need, int, int], None]
+"""Called with a need, its bytes so far and in total."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A need, and what is there of it."""
+
+    need: Need
+    found: Found
+    fault: str = ""
+    """Why it could not be fetched."""
+    hint: str = ""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.need.kind.value,
+            "name": self.need.name,
+            "state": self.found.state.value,
+            "bytes": self.found.num_bytes,
+            "detail": self.fault or self.found.detail,
+            "hint": self.hint,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def inspect(needs: Sequence[Need], profile: Profile, *, loads_tasks: bool = False) -> list[Item]:
+    """Return what is there of each need; nothing is written.
+
+    ``loads_tasks``: load environments whose tasks were never loaded in offline mode, which takes seconds.
+    """
+    items = [Item(need, _look(need, profile)) for need in needs]
+    if not loads_tasks:
+        return items
+    return [_try_offline(item) if item.found.state == Presence.UNKNOWN else item for item in items]
+
+
+def prefetch(needs: Sequence[Need], profile: Profile, on_progress: Progress) -> Iterator[Item]:
+    """Fetch what is missing; yield an item for every need. A need that fails does not stop the others."""
+    for folder in {cache_folder(need.variables) for need in needs}:
+        if warning := open_cache(folder):
+            print(f"warning: {warning}", file=sys.stderr)
+    with contextlib.ExitStack() as locks:
+        for folder in sorted({markers_folder(need.variables) for need in needs}):
+            locks.enter_context(_locked(folder))
+        for need in needs:
+            found = _look(need, profile)
+            if found.is_complete and marker_is_current(need):
+                yield Item(need, found)
+                continue
+            start = time.monotonic()
+            item = _fetch(Item(need, found), profile, on_progress)
+            yield replace(item, seconds=time.monotonic() - start)
+
+
+def marker_is_current(need: Need) -> bool:
+    """True if a complete model was verified by this command; others are verified now."""
+    return need.kind not in (NeedKind.MODEL, NeedKind.TOKENIZER) or marker_path(need).is_file()
+
+
+def _look(need: Need, profile: Profile) -> Found:
+    if need.container is not None:
+        return look_for_image(need.container, profile.cache_path)
+    return look_for_package(need) if need.kind == NeedKind.PACKAGE else look(need)
+
+
+def _fetch(item: Item, profile: Profile, on_progress: Progress) -> Item:
+    need = item.need
+    try:
+        if need.container is not None:
+            if item.found.state == Presence.MISSING and profile.cache_path is not None:
+                pull_image(need.container, profile.cache_path)
+            return Item(need, _look(need, profile))
+        if need.kind == NeedKind.ENVIRONMENT:
+            return _load_tasks(item, is_offline=False)
+        if need.kind == NeedKind.PACKAGE:
+            return _install(item)
+        if need.kind == NeedKind.DATASET and need.python is None:
+            return replace(item, hint="it is read inside a container: load it there once")
+        answer = _ask(need, on_progress)
+    except PrimerlError as error:
+        return replace(item, fault=error.cause, hint=error.hint)
+    if "fault" in answer:
+        found = _look(need, profile)
+        found = replace(found, state=Presence.PARTIAL) if found.is_complete else found
+        return Item(need, found, answer["fault"], answer.get("hint", ""))
+    return Item(need, _look(need, profile))
+
+
+def _install(item: Item) -> Item:
+    """Install the package of an environment into the interpreter that will load it."""
+    need = item.need
+    if need.python is None:
+        return replace(item, hint="it is loaded inside a container: install it in the image")
+    (answer,) = ask_python(need.python, [need.name], child_environment(need, is_offline=False), install=True)
+    if "fault" in answer:
+        return replace(item, fault=answer["fault"], hint=answer["hint"])
+    return Item(need, look_for_package(need))
+
+
+def _ask(need: Need, on_progress: Progress) -> dict[str, Any]:
+    """Run `fetch` for a model, tokenizer or dataset; return its last line. Raises PrimerlError if it crashes."""
+    request = {
+        "kind": need.kind.value,
+        "name": need.name,
+        "hub": str(cache_folder(need.variables)),
+        "marker": str(marker_path(need)),
+        "source": dict(need.source),
+    }
+    python = need.python if need.kind == NeedKind.DATASET and need.python else sys.executable
+    answer: dict[str, Any] = {}
+    with _start(
+        [python, "-m", "primerl_hpc.launch.prefetch.fetch"], child_environment(need, is_offline=False)
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(json.dumps(request))
+        child.stdin.close()
+        for line in child.stdout:
+            with contextlib.suppress(ValueError):
+                answer = json.loads(line)
+            if "of" in answer:
+                on_progress(need, answer["bytes"], answer["of"])
+        errors = child.stderr.read() if child.stderr is not None else ""
+    if "done" in answer or "fault" in answer:
+        return answer
+    last = (errors.strip().splitlines() or ["no message"])[-1]
+    return {"fault": f"{python} ended without a result: {last}"}
+
+
+def _start(command: list[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=dict(environ), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _try_offline(item: Item) -> Item:
+    return _load_tasks(item, is_offline=True) if item.need.kind == NeedKind.ENVIRONMENT else item
+
+
+def _load_tasks(item: Item, *, is_offline: bool) -> Item:
+    """Load all tasks of an environment in the interpreter that will do so in the run; write the marker if online."""
+    need = item.need
+    if need.python is None:
+        return replace(item, hint="it is loaded inside a container, which this command does not start")
+    done = subprocess.run(
+        [need.python, "-m", "primerl_hpc.envs.lookup", "--tasks"],
+        input=json.dumps([dict(need.source)]),
+        env=child_environment(need, is_offline=is_offline),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        (answer,) = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return replace(item, fault=f"{need.python} cannot load it: {last}")
+    if "cause" in answer:
+        missing = Found(Presence.MISSING, answer["cause"])
+        return Item(need, missing, answer["cause"], answer["hint"])
+    if not is_offline:
+        write_json(
+            marker_path(need), {"name": need.name, "tasks": answer["tasks"], "time": round(time.time(), 3)}
+        )
+    return Item(need, Found(Presence.COMPLETE, f"{answer['tasks']} tasks were loaded"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache; wait while another command holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = SupervisorLock(folder / "lock")
+    is_told = False
+    while True:
+        try:
+            lock.acquire()
+            break
+        except OccupiedError as error:
+            if not is_told:
+                other = error.cause.partition("(")[2].partition(")")[0]
+                print(
+                    f"another prefetch ({other}) fills {folder.parent}; waiting for its end", file=sys.stderr
+                )
+                is_told = True
+            time.sleep(WAIT_S)
+    try:
+        with repeating(TOUCH_EVERY_S, lock.touch):
+            yield
+    finally:
+        lock.release()

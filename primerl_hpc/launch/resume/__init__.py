@@ -1,0 +1,4 @@
+"""Options of ``resume`` besides the next attempt: return to an earlier step, change safe keys.
+
+Reading order: rewind → changes.
+"""

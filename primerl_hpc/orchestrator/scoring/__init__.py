@@ -1,0 +1,4 @@
+"""Turns finished groups into training samples. Pure.
+
+Reading order: scoring → filters → gates.
+"""

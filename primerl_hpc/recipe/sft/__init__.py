@@ -1,0 +1,4 @@
+"""Rows of supervised fine-tuning data: their columns, and the files and datasets that hold them.
+
+Reading order: rows (one row) → tables (files, saved datasets, the hub).
+"""

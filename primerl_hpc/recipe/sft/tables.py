@@ -1,0 +1,224 @@
+"""Sources of supervised rows: JSONL and Parquet files, saved datasets, the hub. Rows are read on access.
+
+JSONL files may have columns that only some rows have. Their lines are located once and parsed one by one, so a file may
+be larger than memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib.util
+import itertools
+import mmap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.safety.decoding import parse_json
+from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
+from primerl_hpc.recipe.schema.sft import SFTData
+from primerl_hpc.recipe.sft.rows import Row
+
+
+class Rows(Protocol):
+    """Rows by index, counted from 0."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Row: ...
+
+
+def open_rows(config: SFTData) -> Rows:
+    """Return the rows of a source in the order of files and lines, limited to the first ``num_rows``.
+
+    Raises NotFoundError if the path does not exist, DataError if there are no rows or a file has another format.
+    """
+    path = Path(config.path).expanduser()
+    if path.exists():
+        rows = _open_path(path, config)
+    elif is_on_hub(config):
+        rows = _open_hub(config)
+    else:
+        raise NotFoundError(
+            "this SFT dataset does not exist",
+            location=config.path,
+            hint="give a file, a folder, or a hub id (owner/name)",
+        )
+    if not len(rows):
+        raise DataError(
+            "there are no SFT rows",
+            location=config.path,
+            hint="give a .jsonl or .parquet file, or a folder of them",
+        )
+    return LimitedRows(rows, config.num_rows) if config.num_rows else rows
+
+
+def is_on_hub(config: SFTData) -> bool:
+    """True if the path is a hub dataset id."""
+    return is_hub_id(config.path) and not Path(config.path).exists()
+
+
+def _open_path(path: Path, config: SFTData) -> Rows:
+    if path.is_file():
+        return _open_file(path)
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        import datasets
+
+        saved = datasets.load_from_disk(str(path))
+        return TableRows(str(path), saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved)
+    return ConcatenatedRows([_open_file(file) for file in data_files(path)])
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return every .jsonl and .parquet file below a folder, sorted by path."""
+    return sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES)
+
+
+def _open_file(path: Path) -> Rows:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return ArrowRows(str(path), pyarrow.parquet.read_table(path, memory_map=True))
+        except (pyarrow.ArrowException, OSError) as error:
+            why = " ".join(str(error).split())
+            raise DataError(f"cannot read the Parquet file ({why})", location=str(path)) from error
+    if path.suffix == ".jsonl":
+        return JsonlRows(path)
+    raise DataError("SFT data must be a .jsonl or .parquet file", location=str(path))
+
+
+def _open_hub(config: SFTData) -> Rows:
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    missing = (DatasetNotFoundError, HfHubHTTPError, ConnectionError, ValueError)
+    try:
+        table = datasets.load_dataset(config.path, config.subset, split=config.split)
+    except missing as error:
+        why = " ".join(str(error).split())
+        raise NotFoundError(
+            f"dataset '{config.path}' exists neither here nor on the hub ({why})",
+            hint="check its name, subset and split, or give a file or folder",
+        ) from error
+    return TableRows(config.path, table)
+
+
+class JsonlRows:
+    """The rows of a JSONL file; blank lines are skipped. Access raises DataError for a line that is not a JSON
+    object."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[int] = []  # line numbers, from 1
+        self.starts: list[int] = []  # byte offsets
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self.lines.append(number)
+                    self.starts.append(offset)
+                offset += len(line)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if offset else b""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Row:
+        start = self.starts[index]
+        end = self._map.find(b"\n", start)
+        line = self._map[start : end if end >= 0 else len(self._map)]
+        return parse_line(f"{self.path}:{self.lines[index]}", line)
+
+
+def parse_line(location: str, line: bytes) -> Row:
+    """Return the row in a line of JSON. Raises DataError."""
+    try:
+        values = parse_json(line)
+    except ValueError as error:  # invalid JSON, or invalid UTF-8
+        raise DataError(f"not valid JSON ({error})", location=location) from error
+    if not isinstance(values, dict):
+        raise DataError("a row must be a JSON object", location=location)
+    return Row(location, values)
+
+
+def first_jsonl_rows(path: Path, count: int) -> Iterator[Row]:
+    """Yield the first ``count`` rows without reading the rest of the file."""
+    with path.open("rb") as file:
+        numbered = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        for number, line in itertools.islice(numbered, count):
+            yield parse_line(f"{path}:{number}", line)
+
+
+def first_rows(path: Path, count: int) -> Iterator[Row]:
+    """Yield the first ``count`` rows of a file or folder without reading the rest.
+
+    Parquet files are skipped if pyarrow is not installed, as on many login nodes.
+    """
+    files = data_files(path) if path.is_dir() else [path]
+    return itertools.islice(
+        itertools.chain.from_iterable(_first_of_file(file, count) for file in files), count
+    )
+
+
+def _first_of_file(path: Path, count: int) -> Iterator[Row]:
+    if path.suffix == ".jsonl":
+        yield from first_jsonl_rows(path, count)
+    elif importlib.util.find_spec("pyarrow") is not None:
+        rows = _open_file(path)
+        yield from (rows[index] for index in range(min(count, len(rows))))
+
+
+class ArrowRows:
+    """The rows of a Parquet file, as an Arrow table."""
+
+    def __init__(self, location: str, table: Any) -> None:
+        self.location, self.table = location, table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, index: int) -> Row:
+        return Row(f"{self.location}:{index + 1}", self.table.slice(index, 1).to_pylist()[0])
+
+
+class TableRows:
+    """The rows of a dataset of package ``datasets``, which memory-maps it."""
+
+    def __init__(self, location: str, table: Any) -> None:
+        self.location, self.table = location, table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Row:
+        return Row(f"{self.location}:{index + 1}", self.table[index])
+
+
+class LimitedRows:
+    """The first ``count`` rows of other rows."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        self.rows, self.count = rows, min(count, len(rows))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+class ConcatenatedRows:
+    """The rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self.parts = parts
+        self.ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        part = bisect.bisect_right(self.ends, index)
+        return self.parts[part][index - (self.ends[part - 1] if part else 0)]

@@ -1,0 +1,124 @@
+"""The run's private temporary folder on each node, which other users can neither guess nor create first.
+
+Compilers and libraries keep caches under well-known names in /tmp (``/tmp/torchinductor_<user>``, ``/tmp/miopen``), and
+some unpickle what they find: another user who creates such a folder first runs code in the job. The name of our folder
+is derived from the attempt's API key (`runtime/types.py`) and the job's id, so it cannot be guessed, and its mode is
+0700. It is in the profile's ``scratch`` folder, or in the node's temporary folder without one. It is the TMPDIR of
+every process, holds the compile caches, and is deleted when the last guard of the run on the node exits.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+NAME_VARIABLE = "PRIMERL_PRIVATE_TMP"
+SCRATCH_VARIABLE = "PRIMERL_SCRATCH"
+STORE_VARIABLE = "PRIMERL_COMPILE_STORE"
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MIOPEN_USER_DB_PATH": "miopen",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen-cache",
+}
+"""Variables of libraries whose default cache folder has a well-known name → subfolder; a user's own values are kept."""
+SCRATCH_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "DG_JIT_CACHE_DIR": "deep-gemm",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Variables of libraries whose caches are in the home folder, and move where the profile names a scratch folder or
+keeps compile caches."""
+
+
+class PrivateTmp:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._lock = folder, -1
+
+    @classmethod
+    def create(cls, environ: MutableMapping[str, str]) -> PrivateTmp | None:
+        """Create and lock the folder named in ``environ``, and set variables that point into it; None if none is named.
+
+        Raises OSError if the node's temporary folder is not writable.
+        """
+        if not (name := environ.get(NAME_VARIABLE)):
+            return None
+        scratch = environ.get(SCRATCH_VARIABLE)
+        base = base_folder(environ)
+        if scratch:
+            base.mkdir(parents=True, exist_ok=True)
+        job = environ.get("SLURM_JOB_ID")
+        created = cls(_make_private(base, f"{name}-{job}" if job else name))
+        created._hold()
+        environ["TMPDIR"] = str(created.folder)
+        for variable, folder in (
+            CACHES | (SCRATCH_CACHES if scratch or STORE_VARIABLE in environ else {})
+        ).items():
+            environ.setdefault(variable, str(created.folder / folder))
+        return created
+
+    def _hold(self) -> None:
+        """Take the lock shared with other guards of this node; retry if the last one was just deleting the folder."""
+        while True:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                if os.stat(self.folder / ".lock").st_ino == os.fstat(fd).st_ino:
+                    self._lock = fd
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(fd)
+
+    def release(self) -> None:
+        """Delete the folder if no other process of the run holds it."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def base_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of the node in which the run's folder is created: the profile's scratch, or TMPDIR.
+
+    Raises OSError if the scratch folder contains a variable that is not set on this node.
+    """
+    if not (scratch := environ.get(SCRATCH_VARIABLE)):
+        return Path(environ.get("TMPDIR") or tempfile.gettempdir())
+    return expand(scratch, environ)
+
+
+def expand(folder: str, environ: Mapping[str, str]) -> Path:
+    """Return ``folder`` with its variables and ``~`` replaced. Raises OSError for a variable that is not set."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in environ:
+            raise FileNotFoundError(errno.ENOENT, f"${name} is not set on this node", folder)
+        return environ[name]
+
+    return Path(re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, folder)).expanduser()
+
+
+def _make_private(base: Path, name: str) -> Path:
+    """Create ``base/name``; if that exists and is not exclusively ours, a new folder with another name."""
+    folder = base / name
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+            return Path(tempfile.mkdtemp(prefix=".p", dir=base))
+    return folder

@@ -1,0 +1,125 @@
+"""Types shared by all parts of the supervisor: what to start, how a process ended, how a phase ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+
+from primerl_hpc.common import env
+from primerl_hpc.common.package import SoftwareKind, expected_package, kept_modules
+from primerl_hpc.plan.types import ProcessPlan
+from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.rundir import RunDir
+
+
+class PhaseEnd(StrEnum):
+    DONE = "done"
+    STOPPED = "stopped"
+    ABANDONED = "abandoned"  # ended on request before a save
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The decision whether the run continues by itself after this attempt."""
+
+    is_automatic: bool
+    reason: str = ""
+    """Why it does not; empty if the end was requested, or for the reason in failure.json."""
+
+    @classmethod
+    def automatic(cls) -> Continuation:
+        return cls(True)
+
+    @classmethod
+    def ended(cls, reason: str = "") -> Continuation:
+        return cls(False, reason)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """Exit code or signal of a step; its host, and the log with the cause if it is not ``Launch.log``."""
+
+    code: int
+    host: str | None = None
+    log: Path | None = None
+
+    @property
+    def signal(self) -> int | None:
+        if self.code < 0:
+            return -self.code
+        return self.code - 128 if 128 < self.code < 128 + 65 else None
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One incarnation of one process: what a step needs to start it, and where its output goes."""
+
+    process: ProcessPlan
+    run_dir: RunDir
+    phase: str
+    attempt: int
+    incarnation: int
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir.attempt_logs(self.attempt) / self.process.log
+
+    @property
+    def scheduler_log(self) -> Path:
+        """srun's own output: why a step could not start, which task ended first."""
+        return self.run_dir.attempt_logs(self.attempt) / "slurm" / f"{self.process.name}.log"
+
+    @property
+    def software(self) -> SoftwareKind:
+        """How the process finds the package."""
+        if self.process.container != "none":
+            return SoftwareKind.CONTAINER
+        return SoftwareKind.PLAIN if self.process.argv[0] == sys.executable else SoftwareKind.INTERPRETER
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables added to the supervisor's own environment."""
+        own = self._own_environment
+        if self.process.kept_env is None:
+            return own
+        return {**own, env.KEPT: " ".join((*self.process.kept_env, *own))}
+
+    @property
+    def _own_environment(self) -> dict[str, str]:
+        inherited = self.process.inherited_env.items()
+        return {
+            **self.process.env,
+            **{name: os.environ[source] for name, source in inherited if source in os.environ},
+            **env.role_pythonpath(
+                kept_modules(self.process.role.value), self.process.env.get(env.PYTHONPATH)
+            ),
+            env.PACKAGE: expected_package(self.software),
+            env.PRIVATE_TMP: _private_tmp(self.run_dir.root, self.attempt),
+            env.RUN_DIR: str(self.run_dir.root),
+            env.PROCESS: self.process.name,
+            env.PHASE: self.phase,
+            env.ATTEMPT: str(self.attempt),
+            env.INCARNATION: str(self.incarnation),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONSAFEPATH": "1",  # keep `python -m` from importing modules of the working directory
+        }
+
+
+@lru_cache(maxsize=4)
+def _private_tmp(run: Path, attempt: int) -> str:
+    """Return the name of the run's temporary folder on each node. The keys of an attempt do not change."""
+    return run_keys(RunDir(run), attempt).temporary_name

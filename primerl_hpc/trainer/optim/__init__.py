@@ -1,0 +1,4 @@
+"""Optimizers and learning-rate schedules.
+
+Reading order: optimizers → muon → loss_scale.
+"""

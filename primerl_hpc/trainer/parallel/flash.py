@@ -1,0 +1,248 @@
+"""Flash attention that is part of torch, over samples of unequal length, with the log-sum-exp of each query.
+
+    segments = packing.segments(window)
+    out = flash_attention(query, key, value, sinks, segments, scale)            # [T, heads, D]
+
+`flash_forward` and `flash_backward` call two operators of torch (FlashAttention-2; FlashAttention-3 after `use_fa3`).
+They need no other package and support attention windows and grouped key-value heads.
+
+Attention sinks (GPT-OSS) are one more logit in each head's denominator. With o, L the output and log-sum-exp without
+them, L' = log(e^L + e^sink) and o' = o · e^(L − L'). The backward kernel computes P = e^(S − L') and P · (P̄ − ⟨ō, o'⟩)
+from what it is given, so it returns the gradients of q, k and v with sinks if it is given o' and L'. The gradient of a
+sink is −Σ e^(sink − L') · ⟨ō, o'⟩.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+log = logging.getLogger("primerl_hpc.trainer")
+
+MAX_HEAD_WIDTH = 256  # of FlashAttention-2
+WIDTH_MULTIPLE = 8
+FA3_MODULE = "flash_attn_interface"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Consecutive segments of T concatenated query tokens and T_k key tokens; a query sees keys of its own segment.
+
+    ``is_causal``: the last query and the last key of a segment are the same token, and no query sees a later one.
+    ``window``: a query sees the key at its own place, counted from the end of both segments, and ``window`` − 1 keys
+    before it; None: all.
+    """
+
+    query_bounds: Tensor  # [S + 1] int32, from 0 to T
+    key_bounds: Tensor  # [S + 1] int32, from 0 to T_k
+    longest_query: int
+    longest_key: int
+    is_causal: bool = True
+    window: int | None = None
+
+    @property
+    def visible_before(self) -> int:
+        """Number of keys before a query's own place that it sees; −1: all."""
+        return -1 if self.window is None else self.window - 1
+
+    @property
+    def visible_after(self) -> int:
+        return 0 if self.is_causal else -1
+
+
+class States(NamedTuple):
+    """Queries [T, heads, D], keys and values [T_k, kv_heads, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def flash_forward(states: States, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output [T, heads, D] and log-sum-exps [heads, T] (float32)."""
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        *states,
+        segments.query_bounds,
+        segments.key_bounds,
+        segments.longest_query,
+        segments.longest_key,
+        0.0,  # dropout
+        segments.is_causal and segments.window is None,
+        False,  # debug mask
+        scale=scale,
+        window_size_left=segments.visible_before,
+        window_size_right=segments.visible_after,
+    )
+    return out, log_sums
+
+
+def flash_backward(
+    grad_out: Tensor, states: States, out: Tensor, log_sums: Tensor, segments: Segments, scale: float
+) -> States:
+    """Return the gradients. ``out`` and ``log_sums`` may cover more keys than ``states`` contain."""
+    device = grad_out.device
+    grads = torch.ops.aten._flash_attention_backward(
+        grad_out.contiguous(),
+        *states,
+        out,
+        log_sums,
+        segments.query_bounds,
+        segments.key_bounds,
+        segments.longest_query,
+        segments.longest_key,
+        0.0,
+        segments.is_causal and segments.window is None,
+        torch.zeros(2, dtype=torch.uint64, device=device),  # state of the random generator: no dropout
+        torch.empty(0, device=device),
+        scale=scale,
+        window_size_left=segments.visible_before,
+        window_size_right=segments.visible_after,
+    )
+    return States(*grads)
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, segments: Segments, scale: float
+) -> Tensor:
+    """Compute attention of [T, heads, D] over [T, kv_heads, D] and [T, kv_heads, D_v]. Returns [T, heads, D_v].
+
+    ``sinks`` [heads] or None. bfloat16 or float16.
+    """
+    value_width = value.shape[-1]
+    width = -(-max(query.shape[-1], value_width) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    query, key, value = (widen(states, width) for states in (query, key, value))
+    return _FlashAttention.apply(query, key, value, sinks, segments, scale)[..., :value_width]
+
+
+def widen(states: Tensor, width: int) -> Tensor:
+    """Pad the last dimension with zeros, which change no score."""
+    return F.pad(states, (0, width - states.shape[-1])) if states.shape[-1] < width else states
+
+
+def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exps with sinks: [T, heads, D], [heads, T], [heads] → the same shapes."""
+    totals = torch.logaddexp(log_sums, sinks.float()[:, None])
+    return out * (log_sums - totals).exp().t()[..., None].to(out.dtype), totals
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of ``sinks`` from the output and log-sum-exps with sinks."""
+    products = (grad_out.float() * out.float()).sum(-1).t()  # [heads, T]
+    return -((sinks.float()[:, None] - log_sums).exp() * products).sum(1).to(sinks.dtype)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, segments, scale):
+        out, log_sums = flash_forward(States(query, key, value), segments, scale)
+        if sinks is not None:
+            out, log_sums = add_sinks(out, log_sums, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, log_sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, sinks, out, log_sums = ctx.saved_tensors
+        states = States(query, key, value)
+        grads = flash_backward(grad_out, states, out, log_sums, ctx.segments, ctx.scale)
+        grad_sinks = None if sinks is None else sink_gradient(grad_out, out, log_sums, sinks)
+        return *grads, grad_sinks, None, None
+
+
+# -- inside compiled graphs ------------------------------------------------------------------------
+
+
+@torch.library.custom_op("primerl::flash_attention", mutates_args=())
+def flash_operator(
+    states: list[Tensor], sinks: Tensor | None, samples: list[Tensor], scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """`flash_forward` with sinks as one operator of torch: output and log-sum-exps of query, key and value.
+
+    ``samples``: their bounds, and the tokens of the longest one, on the host. ``window`` 0: none.
+    """
+    out, log_sums = flash_forward(States(*states), causal_segments(samples, window), scale)
+    return (out, log_sums) if sinks is None else add_sinks(out, log_sums, sinks)
+
+
+@flash_operator.register_fake
+def _(states, sinks, samples, scale, window):
+    query = states[0]
+    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("primerl::flash_attention_backward", mutates_args=())
+def flash_backward_operator(
+    grad_out: Tensor,
+    states: list[Tensor],
+    results: list[Tensor],
+    samples: list[Tensor],
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward` as one operator of torch. ``results``: of `flash_operator`."""
+    segments = causal_segments(samples, window)
+    grads = flash_backward(grad_out, States(*states), results[0], results[1], segments, scale)
+    return grads.query, grads.key, grads.value
+
+
+@flash_backward_operator.register_fake
+def _(grad_out, states, results, samples, scale, window):
+    query, key, value = (torch.empty_like(part) for part in states)
+    return query, key, value
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    states, sinks, samples, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*states, sinks, *output, *samples)
+
+
+def _flash_gradients(ctx, grad_out, _):
+    query, key, value, sinks, out, log_sums, *samples = ctx.saved_tensors
+    states, results = [query, key, value], [out, log_sums]
+    grads = flash_backward_operator(grad_out, states, results, samples, ctx.scale, ctx.window)
+    grad_sinks = None if sinks is None else sink_gradient(grad_out, out, log_sums, sinks)
+    return list(grads), grad_sinks, [None] * len(samples), None, None
+
+
+flash_operator.register_autograd(_flash_gradients, setup_context=_keep_for_backward)
+
+
+def causal_segments(samples: Sequence[Tensor], window: int) -> Segments:
+    bounds, longest = samples[0], int(samples[1])
+    return Segments(bounds, bounds, longest, longest, window=window or None)
+
+
+def compiled_flash_attention(
+    states: States, sinks: Tensor | None, samples: Sequence[Tensor], scale: float, window: int | None
+) -> Tensor:
+    """Return what `flash_attention` returns, without a graph break. ``samples``: see `flash_operator`."""
+    value_width = states.value.shape[-1]
+    width = -(-max(states.query.shape[-1], value_width) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    padded = [widen(part, width) for part in states]
+    out, _ = flash_operator(padded, sinks, list(samples), scale, window or 0)
+    return out[..., :value_width]
+
+
+def use_fa3(device: torch.device) -> bool:
+    """Let torch's operators use FlashAttention-3 if its package can be imported and the GPU is a Hopper.
+
+    Returns True if they do.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, OSError) as error:
+        log.info("attention: FlashAttention-2 of torch (no FlashAttention-3: %s)", error)
+        return False
+    log.info("attention: FlashAttention-3 of %s", FA3_MODULE)
+    return True

@@ -1,0 +1,234 @@
+"""Converts supervised rows to tokens with a loss mask. Token ownership comes from the renderer, not from text.
+
+A renderer that only wraps a chat template (``renderer: {name: default}``) does not know owners. There the start and end
+of a reply are inferred from the template's renderings of the conversation's prefixes, which is correct only if each is
+a prefix of the next: any other row is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError
+from primerl_hpc.recipe.schema.sft import LossMask
+from primerl_hpc.recipe.sft.rows import (
+    Row,
+    parts_for_tools,
+    row_messages,
+    row_template_kwargs,
+    row_tools,
+    tools_refused,
+)
+from primerl_hpc.recipe.sft.tables import Rows
+
+KEPT_TOKENS = 64_000_000  # of cached samples: about 0.3 GB
+
+
+@dataclass
+class SFTSample:
+    input_ids: NDArray[np.int32]
+    is_trained: NDArray[np.bool_]
+    num_cut: int = 0
+    """Tokens beyond seq_len, which are dropped."""
+    location: str = ""
+    """File and line of the row, for messages."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that share the work of tokenizing. ``gather``: returns every rank's list, in order of ranks."""
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[list], list[list]] = lambda own: [own]
+
+
+class Samples(Protocol):
+    """Samples by row number, as a stream reads them: `prepare` is called for rows before they are read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> SFTSample: ...
+
+    def prepare(self, indices: list[int]) -> None: ...
+
+
+class Tokenizer:
+    """Converts rows to samples, each computed once by one of the peers and cached while there is room.
+
+    ``make_renderer`` returns the renderer for a row's own ``chat_template_kwargs``; without it such rows are refused.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        renderer: Any,
+        mask: LossMask,
+        seq_len: int,
+        peers: Peers | None = None,
+        make_renderer: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self.rows, self.seq_len, self.peers = rows, seq_len, peers or Peers()
+        self.trains_assistant = mask.assistant
+        self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
+        self._renderers = {"{}": renderer}
+        self._make_renderer = make_renderer
+        self._samples: dict[int, SFTSample] = {}
+        self._kept_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> SFTSample:
+        return self._samples[index]
+
+    def prepare(self, indices: list[int]) -> None:
+        """Compute the samples of these rows, divided among the peers. All peers must pass the same rows."""
+        wanted = dict.fromkeys(indices)
+        missing = [index for index in wanted if index not in self._samples]
+        if not missing:
+            return
+        self._evict(wanted)
+        own_samples = [self.make(self.rows[index]) for index in missing[self.peers.rank :: self.peers.size]]
+        for rank, samples in enumerate(self.peers.gather(own_samples)):
+            self._samples.update(zip(missing[rank :: self.peers.size], samples, strict=True))
+        self._kept_tokens += sum(len(self._samples[index].input_ids) for index in missing)
+
+    def _evict(self, wanted: dict[int, None]) -> None:
+        """Evict the oldest samples while too many are cached; every peer evicts the same."""
+        for index in list(self._samples):
+            if self._kept_tokens <= KEPT_TOKENS:
+                return
+            if index not in wanted:
+                self._kept_tokens -= len(self._samples.pop(index).input_ids)
+
+    def make(self, row: Row) -> SFTSample:
+        """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
+        messages, tools = row_messages(row), row_tools(row)
+        try:
+            renderer = self._renderer_of(row)
+            check_tools(renderer, row, messages, tools)
+            if type(renderer).__name__ == "DefaultRenderer":
+                ids, is_trained = self._by_template(renderer, row, messages, tools)
+            else:
+                ids, is_trained = self._by_owner(renderer, messages, tools)
+        except PrimerlError:
+            raise
+        except Exception as error:  # renderers and Jinja may raise anything for unexpected input
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(f"the row cannot be rendered ({cause:.300})", location=row.location) from error
+        sample = SFTSample(
+            np.array(ids[: self.seq_len], np.int32),
+            np.array(is_trained[: self.seq_len], np.bool_),
+            num_cut=max(0, len(ids) - self.seq_len),
+            location=row.location,
+        )
+        sample.is_trained[:1] = False  # nothing predicts the first token
+        return sample
+
+    def _renderer_of(self, row: Row) -> Any:
+        kwargs = row_template_kwargs(row)
+        key = json.dumps(kwargs, sort_keys=True)
+        if key not in self._renderers:
+            try:
+                if self._make_renderer is None:
+                    raise ConfigError("this renderer accepts none")
+                self._renderers[key] = self._make_renderer(kwargs)
+            except ConfigError as error:
+                raise DataError(
+                    f"column 'chat_template_kwargs': {key} is not supported by the renderer ({error})",
+                    location=row.location,
+                ) from error
+        return self._renderers[key]
+
+    def _by_owner(
+        self, renderer: Any, messages: list[Any], tools: list[Any] | None
+    ) -> tuple[list[int], list[bool]]:
+        from renderers.base import build_training_sample
+
+        rendered = build_training_sample(
+            renderer,
+            messages,
+            role_to_mask=lambda message: message["role"] == "assistant" and self.trains_assistant,
+            content_sft_roles=self.body_roles,
+            tools=tools,
+            ensure_final_stop=True,
+        )
+        return rendered.token_ids, rendered.loss_mask
+
+    def _by_template(
+        self, renderer: Any, row: Row, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], list[bool]]:
+        """Train each reply up to its last stop token; the template's text after it is not trained."""
+        if self.body_roles:
+            raise ConfigError(
+                "sft.loss_mask: renderer 'default' cannot identify the text of "
+                f"{', '.join(sorted(self.body_roles))} turns",
+                hint="set model.renderer.name to the model's family",
+            )
+        all_ids = renderer.render_ids(messages, tools=tools)
+        is_trained = [False] * len(all_ids)
+        stops = set(renderer.get_stop_token_ids())
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant" or not self.trains_assistant:
+                continue
+            before = renderer.render_ids(messages[:turn], tools=tools, add_generation_prompt=True)
+            through = renderer.render_ids(messages[: turn + 1], tools=tools)
+            if all_ids[: len(through)] != through or through[: len(before)] != before:
+                raise DataError(
+                    f"the chat template renders the conversation up to turn {turn + 1} differently "
+                    "if more turns follow, "
+                    "so the tokens of that reply cannot be identified",
+                    location=row.location,
+                    hint="set model.renderer.name to the model's family, or remove reasoning from "
+                    "earlier turns",
+                )
+            end = len(through)
+            while (
+                end > len(before)
+                and stops & set(through[len(before) : end])
+                and through[end - 1] not in stops
+            ):
+                end -= 1
+            is_trained[len(before) : end] = [True] * (end - len(before))
+        return all_ids, is_trained
+
+
+def check_tools(
+    renderer: Any, row: Row, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    """Raise DataError if the renderer would drop the row's tools or tool calls without an error.
+
+    For a chat template this can only be detected by rendering: the tokens are the same with and without them.
+    """
+    if not (parts := parts_for_tools(messages, tools)):
+        return
+    if type(renderer).__name__ != "DefaultRenderer":
+        if not getattr(renderer, "supports_tools", True):
+            raise tools_refused(row, parts, f"renderer '{renderer.config.name}'")
+        return
+    all_ids = renderer.render_ids(messages, tools=tools)
+    if tools and _renders(renderer, messages, None) == all_ids:
+        raise tools_refused(row, "tools", "the tokenizer's chat template")
+    for turn, message in enumerate(messages):
+        if message.get("tool_calls"):
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            if _renders(renderer, [*messages[:turn], rest, *messages[turn + 1 :]], tools) == all_ids:
+                call = parts_for_tools([{}] * turn + [message], None)
+                raise tools_refused(row, call, "the tokenizer's chat template")
+
+
+def _renders(renderer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int] | None:
+    """Return the tokens; None if the template fails: then it needs what was removed."""
+    from jinja2 import TemplateError
+
+    try:
+        return renderer.render_ids(messages, tools=tools)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None

@@ -1,0 +1,4 @@
+"""Training batches sent from the orchestrator to the trainer, and sampled tokens sent from engines to rollouts.
+
+Reading order: types → filesystem → token_arrays.
+"""

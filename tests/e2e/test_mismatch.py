@@ -1,0 +1,31 @@
+"""`doctor --mismatch` measures a model with a real engine and the trainer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.helpers import ROOT
+from tests.support.served_updates import make_model
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_mismatch_of_engine_and_trainer_is_that_of_the_data_type(tmp_path: Path) -> None:
+    make_model(
+        tmp_path / "model", "cohere2", seed=1
+    )  # whose window vLLM reads differently without our options
+    command = [sys.executable, "-m", "primerl_hpc", "doctor", "--mismatch", str(tmp_path / "model")]
+    done = subprocess.run(
+        [*command, "--dtype", "float32", "--json"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (row,) = found["rows"]
+    assert row["dtype"] == "float32" and row["is_ok"] and row["tokens"] == 32 * 48
+    assert 0 < row["mismatch_kl"] < 1e-9 and row["mismatch_kl_max"] < 1e-7
+    assert found["device"] == "cpu" and "float32: sampling 1536 tokens" in done.stderr

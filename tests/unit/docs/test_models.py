@@ -1,0 +1,107 @@
+"""docs/models.md has one row for each family that a test compares with transformers, and the package refuses others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.launch.planning.model_config import refuse_untrainable
+from primerl_hpc.plan.assess.variants import DIVIDED_FAMILIES
+from primerl_hpc.plan.predict.architectures.families import FAMILIES as PREDICTED
+from primerl_hpc.transport.base_models.engine_options import BIASED_CHOICE, check_engine
+from primerl_hpc.transport.base_models.families import COMPARED, check_family
+from tests.e2e.test_parallel import LAYOUTS, REFUSED
+from tests.support.helpers import ROOT, small_rl, small_sft
+from tests.support.served_updates import MEASURED, SERVED
+from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, VISION_FAMILIES
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN = "| `model_type` |"
+SERVED_ROWS = ROOT / "docs" / "measurements" / "served_families.json"
+AXES = ("tensor_parallel", "context_parallel", "expert_parallel")
+
+
+def layouts_of(family: str) -> str:
+    """Return the axes over which tests divide the family, as in "shard, tensor, ulysses"."""
+    found: list[str] = []
+    for name, case in LAYOUTS.items():
+        if case["model"] != family or name in REFUSED or case["ranks"] == 1:
+            continue
+        layout: dict[str, Any] = case.get("layout", {})
+        axes = [axis.removesuffix("_parallel") for axis in AXES if layout.get(axis, 1) > 1]
+        if "context" in axes:
+            axes[axes.index("context")] = layout.get("context_style", "ulysses")
+        found += axes or ["shard"]
+    return ", ".join(sorted(set(found))) or "–"
+
+
+def served_of(family: str) -> str:
+    """Return "yes" if a test compares updates of the family in vLLM, "measured" if a recorded benchmark has."""
+    if family in SERVED:
+        return "yes"
+    rows = json.loads(SERVED_ROWS.read_text())["rows"]
+    return "measured" if any(row["family"] == family and row["is_met"] for row in rows) else "–"
+
+
+def table() -> str:
+    rows = [f"{BEGIN} samples | layouts | served updates |", "|---|---|---|---|"]
+    for family in sorted(FAMILIES | MORE_FAMILIES | VISION_FAMILIES | SERVED):
+        samples = "text and images" if family in VISION_FAMILIES else "text"
+        rows.append(f"| `{family}` | {samples} | {layouts_of(family)} | {served_of(family)} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_of_models_lists_what_tests_compare(request: pytest.FixtureRequest) -> None:
+    text = PAGE.read_text()
+    start = text.index(BEGIN)
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(text[:start] + table())
+    assert PAGE.read_text()[start:] == table()
+
+
+def test_the_package_accepts_the_families_that_tests_compare() -> None:
+    assert FAMILIES.keys() | MORE_FAMILIES.keys() | VISION_FAMILIES.keys() == COMPARED
+    assert SERVED.keys() | MEASURED.keys() <= COMPARED and not SERVED.keys() & MEASURED.keys()
+
+
+def test_auto_divides_only_families_whose_division_is_tested() -> None:
+    divided = {family for family in COMPARED if "tensor" in layouts_of(family)}
+    assert set(DIVIDED_FAMILIES) == divided & PREDICTED.keys()
+
+
+def test_a_family_that_no_test_compares_is_refused_unless_the_recipe_accepts_it(tmp_path: Path) -> None:
+    check_family("qwen3", "org/it", is_untested=False)
+    check_family("kimi_k2", "org/it", is_untested=False)
+    check_family("phimoe", "org/it", is_untested=True)
+    folder = tmp_path / "phimoe"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "phimoe"}')
+    with pytest.raises(ConfigError, match="is of family phimoe"):
+        refuse_untrainable(small_sft(folder))  # at submission
+    with pytest.raises(ConfigError, match=r"org/it is of family phimoe, .*model.untested to true"):
+        check_family("phimoe", "org/it", is_untested=False)
+    with pytest.raises(ConfigError, match=r"config.json of model org/it names no family"):
+        check_family(None, "org/it", is_untested=False)
+
+
+def test_families_that_engines_on_cpus_compute_differently_are_refused_there(tmp_path: Path) -> None:
+    rows = {row["family"]: row for row in json.loads(SERVED_ROWS.read_text())["rows"]}
+    assert all(not rows[family]["is_met"] for family in BIASED_CHOICE)
+    wrong = {family for family, row in rows.items() if "start" in row and not row["is_met"]}
+    assert wrong <= BIASED_CHOICE.keys()
+    check_engine("ernie4_5_moe", "org/it", "gpu", is_untested=False)
+    check_engine("ernie4_5_moe", "org/it", "cpu", is_untested=True)
+    check_engine("ernie4_5", "org/it", "cpu", is_untested=False)
+    folder = tmp_path / "ernie"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "ernie4_5_moe"}')
+    refuse_untrainable(small_rl(folder))
+    with pytest.raises(ConfigError, match=r"vLLM on CPUs ignores the bias .* engines on GPUs"):
+        refuse_untrainable(small_rl(folder), accelerator="cpu")
+    refuse_untrainable(small_sft(folder), accelerator="cpu")

@@ -1,0 +1,195 @@
+"""A supervisor whose run directory does not respond: signals and exits are handled, writes follow in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.files import read_json, read_jsonl
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.plan.types import OnExit
+from primerl_hpc.run.endpoints import publish_endpoint
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.runtime.files import journal as journal_module
+from primerl_hpc.runtime.files.journal import Journal
+from tests.support.helpers import ROOT, TOY_RECIPE, is_alive, make_plan, process_plan, wait_for
+
+LIBRARY = ROOT / "tools" / "bench" / "stalled_files.c"
+SERVE = """
+import sys, time
+from pathlib import Path
+from primerl_hpc.run.endpoints import publish_endpoint
+from primerl_hpc.run.rundir import RunDir
+publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[2], "http://127.0.0.1:1")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    made = Journal(RunDir(tmp_path / "run"), attempt=1)
+    made.state = {"state": "running", "processes": {}}
+    return made
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_signals_and_exits_are_handled_while_no_call_in_the_run_directory_returns(tmp_path: Path) -> None:
+    run, flag, log = RunDir(tmp_path / "run"), tmp_path / "stalled", tmp_path / "log"
+    library = tmp_path / "stalled_files.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, LIBRARY, "-ldl"], check=True)
+    exits = {Role.INFERENCE: OnExit.RESTART, Role.TRAINER: OnExit.ENDS_PHASE}
+    argv = (sys.executable, "-c", textwrap.dedent(SERVE), str(run.root))
+    processes = [
+        process_plan(role, argv=(*argv, f"{role.value}-0"), on_exit=on_exit)
+        for role, on_exit in exits.items()
+    ]
+    make_plan(run.root, TOY_RECIPE, processes=processes)
+    variables = {"LD_PRELOAD": str(library), "STALL_FOLDER": str(run.root), "STALL_FLAG": str(flag)}
+    with log.open("w") as file:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(run.root)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            stderr=file,
+        )
+
+    def wait(condition: Callable[[], object], what: str) -> None:
+        wait_for(lambda: condition() or supervisor.poll() is not None, what, tell=log.read_text)
+        assert supervisor.poll() is None, log.read_text()
+
+    def events(name: str) -> list[dict]:
+        return [row for row in read_jsonl(run.events) if row["event"] == name]
+
+    try:
+        wait(lambda: len(events("role_ready")) == 2, "both processes")
+        flag.touch()
+        psutil.Process(read_json(run.endpoint("inference-0"))["pid"]).kill()
+        wait(lambda: "role_exited process=inference-0" in log.read_text(), "its exit, in the stall")
+        assert not events("role_exited")
+        flag.unlink()
+        wait(lambda: len(events("role_ready")) == 3, "its restart after the stall")
+        guards = psutil.Process(supervisor.pid).children()
+        flag.touch()
+        supervisor.send_signal(signal.SIGTERM)
+        wait(lambda: "signal signal=SIGTERM" in log.read_text(), "the first signal, in the stall")
+        supervisor.send_signal(signal.SIGTERM)
+        wait(lambda: not any(map(is_alive, guards)), "the end of all processes, in the stall")
+        flag.unlink()
+        assert len(guards) == 2 and supervisor.wait(120) == ExitCode.PREEMPTED
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    assert [row["process"] for row in events("role_exited")] == ["inference-0"]
+    assert len(events("signal")) == 2 and read_json(run.state)["state"] == RunState.CANCELLED
+    assert not run.supervisor_lock.exists()
+
+
+def test_a_write_that_does_not_return_delays_neither_the_loop_nor_the_end(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "IO_RETRY_LIMIT_S", 0.3)
+    returns = threading.Event()
+    journal.write(returns.wait)
+    journal.record("run_done")
+    asyncio.run(journal.settle())
+    assert not journal.run_dir.events.exists()
+    returns.set()
+    journal.catch_up()
+    assert [row["event"] for row in read_jsonl(journal.run_dir.events)] == ["run_done"]
+
+
+def test_states_that_wait_are_written_once_and_none_is_older_than_the_events(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, returns, synced = os.fsync, threading.Event(), []
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), fsync(fd)))
+    seen: list[dict] = []
+    journal.write(returns.wait)
+    for number in range(50):
+        journal.set_process(f"inference-{number}", state="starting")
+        journal.record("role_started", process=f"inference-{number}")
+    journal.write(lambda: seen.append(read_json(journal.run_dir.state)))
+    journal.set_state(RunState.STOPPING)
+    returns.set()
+    journal.catch_up()
+    assert len(synced) <= 2 * 2, "two states, a file and its folder each"
+    assert seen[0]["state"] == "running" and len(seen[0]["processes"]) == 50
+    assert read_json(journal.run_dir.state)["state"] == RunState.STOPPING
+    assert len(list(read_jsonl(journal.run_dir.events))) == 50
+
+
+def test_a_long_series_of_changes_causes_few_writes(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "COALESCE_S", 0.02)
+    write, written = journal_module.write_json, []
+    monkeypatch.setattr(
+        journal_module, "write_json", lambda *args, **more: (written.append(1), write(*args, **more))
+    )
+    journal.set_state(RunState.RUNNING)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        journal.set_process("inference-0", state="starting")
+        journal.record("role_started", process="inference-0")
+        time.sleep(0.002)
+    journal.catch_up()
+    assert len(written) <= 15, "without longer waits it would be 40"
+
+
+@pytest.mark.parametrize("urgent", ["state", "vital"])
+def test_a_change_of_state_or_a_vital_write_ends_the_wait_of_earlier_records(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, urgent: str
+) -> None:
+    for name in ("COALESCE_S", "MAX_COALESCE_S"):
+        monkeypatch.setattr(journal_module, name, 1e6)
+    journal.set_state(RunState.RUNNING)
+    journal.catch_up()
+    journal.set_process("inference-0", state="starting")
+    journal.record("role_started", process="inference-0")
+    assert journal.is_settled and not read_json(journal.run_dir.state)["processes"]
+    if urgent == "state":
+        journal.set_state(RunState.STOPPING)
+    else:
+        journal.forget_endpoints("inference-0")
+    assert not journal.is_settled
+    wait_for(lambda: not journal._pending, "its writes")
+    assert read_json(journal.run_dir.state)["processes"] and list(read_jsonl(journal.run_dir.events))
+
+
+def test_a_supervisor_that_was_taken_over_writes_nothing_more(journal: Journal) -> None:
+    returns = threading.Event()
+    journal.write(returns.wait)
+    publish_endpoint(journal.run_dir, "router-0", "http://127.0.0.1:1")
+    journal.forget_endpoints("router-0")
+    journal.record("run_done")
+    journal.is_taken_over = True
+    returns.set()
+    journal.catch_up()
+    assert journal.run_dir.endpoint("router-0").exists() and not journal.run_dir.events.exists()
+
+
+def test_the_exit_of_a_process_does_not_wait_for_a_file_operation() -> None:
+    code = """
+    import asyncio, time
+    from primerl_hpc.common.errors import TimeoutWaitingError
+    from primerl_hpc.common.waiting import in_daemon_thread
+    try:
+        asyncio.run(in_daemon_thread(lambda: time.sleep(600), may_wait=lambda: False))
+    except TimeoutWaitingError:
+        print("given up")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("given up\n", "")

@@ -1,0 +1,22 @@
+"""A trainer of one rank in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """The process group of one rank, as a `World`."""
+    import torch
+    import torch.distributed as dist
+
+    from primerl_hpc.recipe.schema.layout import TrainerLayout
+    from primerl_hpc.trainer.parallel.mesh import make_world
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
+    dist.destroy_process_group()
