@@ -3,8 +3,9 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return lane(nodeid)[1]
 
     return Lanes(config, log)
+
+
+LOG_TAIL_CHARACTERS = 1500
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Append the tails of the logs in a failed test's folder to its report."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and isinstance(folder, Path):
+        for path in sorted([*folder.rglob("*.log"), *folder.rglob("slurm-*.out")])[:12]:
+            with contextlib.suppress(OSError):
+                report.sections.append(
+                    (f"end of {path}", path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:])
+                )
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from primerl_hpc.run.scores import read_scores
 from primerl_hpc.run.step_dirs import STABLE
 from tests.e2e.test_trainer import make_run, sft_recipe
 from tests.support.forked_ranks import ForkedRanks
-from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,7 @@ def test_vllm_finds_a_module_for_every_tensor_of_an_adapter(tmp_path: Path) -> N
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,7 +69,7 @@ def test_reward_rises_when_only_adapters_are_trained_and_the_engine_is_killed(
     run = start("adapters", *changes, f"max_steps={STEPS}")
     wait_in_run(run, lambda: 3 in versions_served(run), "policy 3 at the engine")
     process_of(run.root, "inference-0").kill()
-    assert wait_for_end(run, 600) == RunState.DONE
+    assert wait_for_end(run) == RunState.DONE
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
     live = versions_served(run)
     assert live[0] == 0 and live[-1] == STEPS

@@ -35,7 +35,7 @@ def test_sft_is_followed_by_its_export_and_its_evaluation(
     shown = json.loads(command("status", run.root.name, "--json", cwd=tmp_path).stdout)
     assert shown["state"] == "done" and set(shown["after"]) == {"export", "evaluation"}
 
-    wait_for(lambda: take_snapshot(run.evaluation).state.is_final, "the evaluation", 400)
+    wait_for(lambda: take_snapshot(run.evaluation).state.is_final, "the evaluation")
     assert take_snapshot(run.evaluation).state == RunState.DONE, run.evaluation.events.read_text()
     (row,) = read_steps(run.evaluation.metrics("eval")).values()
     assert (row["step"], row["eval/held-out/tasks"], row["eval/held-out/rollouts"]) == (6, 8, 16)

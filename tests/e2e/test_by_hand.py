@@ -20,8 +20,7 @@ from primerl_hpc.run.endpoints import publish_endpoint, read_endpoint
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from tests.support.helpers import ROOT, make_tiny_model, wait_for
-from tests.support.runs import START_S
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model, wait_for
 
 pytestmark = [pytest.mark.e2e]
 
@@ -40,7 +39,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.send_signal(signal.SIGTERM)
     for process in processes:
         try:
-            process.wait(timeout=120)
+            process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -76,7 +75,7 @@ def prepare(folder: Path, *overrides: str) -> RunDir:
     done = primerl(
         "submit", "alphabet_sort/tiny", "-p", "local", "--dry-run", "--run-dir", "run", *words, cwd=folder
     )
-    assert done.wait(timeout=60) == 0, (folder / "submit.log").read_text()
+    assert done.wait(timeout=PATIENCE_S) == 0, (folder / "submit.log").read_text()
     return RunDir(folder / "run")
 
 
@@ -84,7 +83,7 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
     run = prepare(tmp_path, "max_steps=3")
     sft = primerl("sft", "run", cwd=tmp_path)
     try:
-        assert sft.wait(timeout=240) == 0, (tmp_path / "sft.log").read_text()[-3000:]
+        assert sft.wait(timeout=PATIENCE_S) == 0, (tmp_path / "sft.log").read_text()[-3000:]
     finally:
         end([sft])
     assert (run.phase("warmup").weights_step(5) / STABLE).exists()
@@ -97,10 +96,10 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
     try:
         for index in (0, 1):  # an algorithm is not its server's matter: two environments have each of them
             server, other = (process_name(Role.ENV_SERVER, each) for each in (index, index + 2))
-            wait_for(lambda server=server: read_endpoint(run, server), server, START_S)
+            wait_for(lambda server=server: read_endpoint(run, server), server)
             publish_endpoint(run, other, read_endpoint(run, server)["url"])
         for process, name in ((roles[4], "orchestrator"), (roles[5], "trainer")):
-            assert process.wait(timeout=480) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+            assert process.wait(timeout=PATIENCE_S) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
         assert all(process.poll() is None for process in roles[:4])
     finally:
         end(roles)

@@ -91,7 +91,7 @@ def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Call
 
     wait_in_run(run, is_engines_turn, "a turn of the engine")
     process_of(run.root, TRAINER, 2).send_signal(signal.SIGKILL)
-    assert wait_for_end(run, 600) == RunState.DONE, told(run)
+    assert wait_for_end(run) == RunState.DONE, told(run)
 
     recoveries = events(run, "recovery_started")
     assert len(recoveries) == 1 and recoveries[0]["signal"] == "SIGKILL" and recoveries[0]["after_step"] >= 4
@@ -136,7 +136,7 @@ def test_a_turn_of_adapters_is_saved_before_the_walltime_and_fixed_shares_need_n
     assert wait_for_end(run) == RunState.STOPPED, told(run)
     saved = run.latest_checkpoint()
     assert saved is not None and saved == last_step(run) < 20
-    wait_for(lambda: not processes_of(run.root), "the batch process to end", 10)
+    wait_for(lambda: not processes_of(run.root), "the batch process to end")
     command("resume", run.root.name, cwd=work)
 
     def is_engines_turn() -> bool:

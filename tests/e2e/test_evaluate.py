@@ -20,9 +20,8 @@ from primerl_hpc.run.lock import process_start_time
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.scores import read_scores
-from tests.support.helpers import end_role, start_role, wait_for
+from tests.support.helpers import PATIENCE_S, end_role, start_role, wait_for
 from tests.support.runs import command
-from tests.support.serving import READY_TIMEOUT_S
 
 pytestmark = pytest.mark.e2e
 
@@ -75,9 +74,9 @@ def test_versions_are_scored_as_they_appear_and_after_a_kill_only_missing_ones(
     servers = [start_role(run, "main", name, **engine_env("cpu")) for name in SERVERS]
     try:
         for name in SERVERS:
-            wait_for(lambda name=name: read_endpoint(run, name), name, READY_TIMEOUT_S)
+            wait_for(lambda name=name: read_endpoint(run, name), name)
         evaluator = start_role(run, "main", "evaluator-0")
-        wait_for(lambda: (0, "held-out") in read_scores(run), "the base model's scores", READY_TIMEOUT_S)
+        wait_for(lambda: (0, "held-out") in read_scores(run), "the base model's scores")
         end_role(evaluator)  # one rollout at a time: version 100 has hardly begun
 
         # in the same directory again, to the end of the run that makes the versions
@@ -85,7 +84,7 @@ def test_versions_are_scored_as_they_appear_and_after_a_kill_only_missing_ones(
         evaluator = start_role(run, "main", "evaluator-0")
         servers.append(evaluator)
         for step in (100, 300):
-            wait_for(lambda step=step: (step, "held-out") in read_scores(run), f"{step}", READY_TIMEOUT_S)
+            wait_for(lambda step=step: (step, "held-out") in read_scores(run), f"{step}")
             assert evaluator.poll() is None, "the run that it watches goes on"
             if step == 100:
                 live.publish(300)
@@ -93,7 +92,7 @@ def test_versions_are_scored_as_they_appear_and_after_a_kill_only_missing_ones(
             "step_300"
         ]
         live.end()
-        assert evaluator.wait(READY_TIMEOUT_S) == 0
+        assert evaluator.wait(PATIENCE_S) == 0
     finally:
         for server in servers:
             end_role(server)

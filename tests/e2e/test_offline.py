@@ -15,7 +15,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.hub import files_of, serve_hub
 from tests.support.runs import TINY, processes_of, told
 
@@ -57,7 +57,7 @@ def primerl(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE_S,
         check=False,
     )
 

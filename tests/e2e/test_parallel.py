@@ -25,7 +25,7 @@ from primerl_hpc.run.metrics import read_steps  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import verify_checksums  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
-from tests.support.helpers import ROOT, make_tiny_model  # noqa: E402
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model  # noqa: E402
 from tests.support.parallel_ranks import Case, batch  # noqa: E402
 from tests.support.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
 
@@ -422,7 +422,7 @@ def results(tmp_path_factory) -> Results:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-6000:]}"

@@ -15,6 +15,7 @@ import pytest
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions
+from tests.support.helpers import PATIENCE_S
 from tests.support.serving import Serving, hf_logprobs, save_variant
 
 pytest.importorskip(
@@ -127,7 +128,7 @@ def test_an_update_reaches_both_engines_and_later_blocks_are_of_the_new_version(
     assert is_of(variant, prompt(9), serving.generate(prompt(9)))  # blocks of another version are not used
     assert prefills(serving) == (others + 1, own + 1)
     assert asyncio.run(update(serving.model, 0)) == {DECODES: 0, PREFILLS: 0}
-    wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=30)
+    wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=PATIENCE_S)
 
 
 def test_a_killed_prefill_engine_fails_no_request(serving: Serving) -> None:

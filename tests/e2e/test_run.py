@@ -24,7 +24,7 @@ from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
-from tests.support.helpers import ROOT, is_alive, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
 from tests.support.runs import (
     command,
     events,
@@ -72,7 +72,7 @@ def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
     assert wait_for_end(run) == RunState.DONE, told(run)
     assert len(events(run, "attempt_started")) == 1 and not events(run, "stop_requested")
     assert max(read_steps(run.metrics("sft"))) == 100
-    wait_for(lambda: not any(map(is_alive, before)), "every process to end", 10)
+    wait_for(lambda: not any(map(is_alive, before)), "every process to end")
 
 
 def test_reward_rises_when_every_role_is_killed_once(start: Callable[..., RunDir], work: Path) -> None:
@@ -103,10 +103,10 @@ def test_reward_rises_when_every_role_is_killed_once(start: Callable[..., RunDir
             lambda name=name: name in {row["process"] for row in events(run, "recovery_started")},
             f"the recovery from the end of {name}",
         )
-    assert wait_for_end(run, 600) == RunState.DONE, run.events.read_text()[-2000:]
+    assert wait_for_end(run) == RunState.DONE, run.events.read_text()[-2000:]
     # The supervisor writes the last state and then ends, the batch process after it.
-    wait_for(lambda: not processes_of(run.root), "the batch process to end", 10)
-    wait_for(lambda: not any(map(is_alive, before_kills)), "every process to end", 10)
+    wait_for(lambda: not processes_of(run.root), "the batch process to end")
+    wait_for(lambda: not any(map(is_alive, before_kills)), "every process to end")
     assert not contradictions(run)
 
     recoveries = events(run, "recovery_started")
@@ -161,10 +161,10 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     )
     before = processes_of(run.root)
     process_of(run.root, "trainer-0", 2).kill()
-    assert wait_for_end(run, 30) == RunState.FAILED
+    assert wait_for_end(run) == RunState.FAILED
     failure = read_json(run.failure)
     assert (failure["process"], failure["signal"]) == ("trainer-0", "SIGKILL")
-    wait_for(lambda: not any(map(is_alive, before)), "every process to end", 10)
+    wait_for(lambda: not any(map(is_alive, before)), "every process to end")
 
     # a cancel saves both sides
     command("resume", run.root.name, cwd=work)
@@ -173,18 +173,18 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     assert said["state"] == "stopped"
     cancelled_at = run.latest_checkpoint()
     assert cancelled_at is not None and cancelled_at == last_step(run) < 12
-    wait_for(lambda: not processes_of(run.root), "every process to end", 10)
+    wait_for(lambda: not processes_of(run.root), "every process to end")
 
     # without its supervisor a run ends
     command("resume", run.root.name, cwd=work)
     wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > cancelled_at, "a checkpoint")
     before = [each for each in processes_of(run.root) if "submitit" not in " ".join(each.cmdline())]
     os.kill(read_json(run.state)["pid"], signal.SIGKILL)
-    wait_for(lambda: not any(map(is_alive, before)), "every process to end", 30)
+    wait_for(lambda: not any(map(is_alive, before)), "every process to end")
     assert take_snapshot(run).state == RunState.FAILED
     last_saved = run.latest_checkpoint()
 
-    done = command("resume", run.root.name, "--follow", cwd=work, timeout_s=600, check=False)
+    done = command("resume", run.root.name, "--follow", cwd=work, timeout_s=PATIENCE_S, check=False)
     assert done.returncode == ExitCode.DONE, done.stdout[-2000:] + done.stderr
     assert f"continues after step {last_saved}" in done.stdout
     assert [steps_of(run, attempt)[0] for attempt in (1, 2, 3, 4)] == [
@@ -200,7 +200,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     limits = [row["concurrency/limit"] for row in read_steps(run.metrics("orchestrator")).values()]
     assert len(limits) == 16 and all(8 <= limit <= 1024 for limit in limits)
     assert not contradictions(run)
-    wait_for(lambda: not processes_of(run.root), "every process to end", 10)
+    wait_for(lambda: not processes_of(run.root), "every process to end")
 
 
 def steps_of(run: RunDir, attempt: int) -> list[int]:

@@ -21,6 +21,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender
 from primerl_hpc.transport.rollouts.types import StepInfo
 from tests.support.helpers import (
+    PATIENCE_S,
     ROOT,
     end_role,
     make_plan,
@@ -71,7 +72,7 @@ def test_rl_trains_on_the_batches_that_are_there_while_its_metrics_cannot_be_wri
         assert rows <= begin + 1, "the metrics were not stalled"
         run.stop_request.write_text("{}")
         flag.unlink()
-        assert trainer.wait(120) == 0
+        assert trainer.wait(PATIENCE_S) == 0
         steps = list(read_steps(run.metrics("trainer")))
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= begin + 3
     finally:

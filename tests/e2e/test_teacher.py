@@ -21,9 +21,9 @@ from primerl_hpc.run.step_dirs import STABLE
 from primerl_hpc.transport.weights.types import DeltaChain
 from tests.support.accounts import contradictions
 from tests.support.api import Request, chat_completion, serve
+from tests.support.helpers import PATIENCE_S
 from tests.support.runs import (
     SFT_RECIPE,
-    START_S,
     TINY,
     command,
     events,
@@ -59,7 +59,7 @@ def better_model(work: Path, warm_model: Path) -> Path:
 
 
 def assert_it_learnt(run: RunDir, loss: str) -> None:
-    assert wait_for_end(run, 600) == RunState.DONE, run.events.read_text()[-2000:]
+    assert wait_for_end(run) == RunState.DONE, run.events.read_text()[-2000:]
     evaluations = read_steps(run.metrics("eval"))
     before, after = (evaluations[version]["eval/held-out/reward/mean"] for version in (0, STEPS))
     assert before < 0.75 and after > before + 0.1, (before, after)
@@ -117,7 +117,7 @@ def reversing_api() -> Iterator[Api]:
 
     def answer(request: Request) -> tuple[int, dict]:
         body = request.body
-        is_open.wait(0 if body.get("max_tokens") == 1 else START_S)
+        is_open.wait(0 if body.get("max_tokens") == 1 else PATIENCE_S)
         is_theirs = request.headers["authorization"] == "Bearer theirs" and body["model"] == "reverser"
         reply = str(body["messages"][-1]["content"])[::-1]
         return 200 if is_theirs else 401, chat_completion({"content": reply}, body["model"])

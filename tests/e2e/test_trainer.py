@@ -34,6 +34,7 @@ from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
 from tests.support.forked_ranks import ForkedRanks  # noqa: E402
 from tests.support.helpers import (  # noqa: E402
+    PATIENCE_S,
     end_role,
     make_plan,
     make_tiny_model,
@@ -170,9 +171,11 @@ def test_a_stopped_run_resumes_exactly_on_another_number_of_ranks(straight, tiny
     send(run, (1, 2), ranks=2)
     process = start_role(run, "main", "trainer-0")
     try:
-        wait_until(lambda: 2 in run.stable_weights() or process.poll() is not None, what="v2", timeout_s=200)
+        wait_until(
+            lambda: 2 in run.stable_weights() or process.poll() is not None, what="v2", timeout_s=PATIENCE_S
+        )
         write_text(run.stop_request, "")
-        assert process.wait(100) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         end_role(process)
     assert outcome(run) == {"process": "trainer-0", "outcome": "stopped", "step": 2}
@@ -458,7 +461,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(saved_sft, tiny, tmp
             wait_until(
                 lambda process=process, sight=sight: sight.exists() or process.poll() is not None,
                 what=str(sight),
-                timeout_s=200,
+                timeout_s=PATIENCE_S,
                 poll_s=0.001,
                 poll_max_s=0.002,
             )

@@ -16,7 +16,7 @@ from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.store import serve_store  # noqa: E402
 from primerl_hpc.transport.weights import broadcast_group  # noqa: E402
 from primerl_hpc.transport.weights.broadcast_group import BroadcastGroup, connect_store  # noqa: E402
-from tests.support.helpers import wait_for  # noqa: E402
+from tests.support.helpers import PATIENCE_S, wait_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,8 +60,8 @@ def test_a_member_on_another_gpu_receives_every_tensor_bit_for_bit_version_after
         }
         group.send(tensors)
         group.send_end()
-        assert answers.get(timeout=120) == digest(tensors)
-    member.join(60)
+        assert answers.get(timeout=PATIENCE_S) == digest(tensors)
+    member.join(PATIENCE_S)
     assert member.exitcode == 0
 
 
@@ -101,7 +101,7 @@ def test_a_sender_leaves_a_hanging_member_and_continues(tmp_path: Path, monkeypa
         group = BroadcastGroup.join(store, "x", rank=0, size=2, device=device)
         group.send({"a": torch.ones(7, device=device)})
         group.send_end()
-        assert answers.get(timeout=120) == 1
+        assert answers.get(timeout=PATIENCE_S) == 1
         with pytest.raises(RuntimeError):
             group.send({"a": torch.ones(1 << 26, device=device)})  # more than NCCL's own buffers hold
         assert WATCHDOG not in thread_names()  # it would end this process

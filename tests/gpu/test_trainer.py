@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.helpers import PATIENCE_S
+
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
@@ -177,5 +179,5 @@ class HeldSaver(Saver):
         self.release: Callable[[], None] = self._may_write.set
 
     def _write(self, *arguments: Any) -> None:
-        assert self._may_write.wait(300)
+        assert self._may_write.wait(PATIENCE_S)
         super()._write(*arguments)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from primerl_hpc.common.waiting import wait_until
+from tests.support.helpers import PATIENCE_S
 from tests.support.serving import Serving
 from tests.support.stranger import as_stranger
 
@@ -113,13 +114,15 @@ def test_an_impostor_on_the_port_of_a_dead_engine_receives_no_request(
     certificate = run_keys(RunDir(tmp_path)).server_certificate("inference-0", "127.0.0.1")
     serving.kill("inference-0")
     impostor = wait_until(
-        lambda: take_port(port, certificate), what="the dead engine's port to be free", timeout_s=60
+        lambda: take_port(port, certificate), what="the dead engine's port to be free", timeout_s=PATIENCE_S
     )
     try:
         endpoint.write_bytes(published)  # the supervisor has not detected the exit yet
         impostor.start()
         # the router connects to the published URL
-        wait_until(lambda: bool(impostor.received), what="the router to try the address", timeout_s=60)
+        wait_until(
+            lambda: bool(impostor.received), what="the router to try the address", timeout_s=PATIENCE_S
+        )
         answers = [serving.post("router-0", "/inference/v1/generate", json.loads(GENERATE)) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [503] * 3
         assert set(impostor.received) == {b""}, "bytes of a request reached the impostor"

@@ -22,7 +22,7 @@ from primerl_hpc.run.access.keys import RunKeys, run_keys  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.store import SecureStore, serve_store  # noqa: E402
 from primerl_hpc.transport.weights.broadcast_group import connect_store  # noqa: E402
-from tests.support.helpers import end_role, start_role  # noqa: E402
+from tests.support.helpers import PATIENCE_S, end_role, start_role  # noqa: E402
 from tests.support.serving import Serving  # noqa: E402
 from tests.support.stranger import as_stranger  # noqa: E402
 
@@ -134,7 +134,7 @@ def test_no_port_of_a_trainer_is_an_open_store(tmp_path: Path) -> None:
         return bool(psutil.Process(trainer.pid).children() and listening_ports(trainer.pid))
 
     try:
-        wait_until(is_waiting, what="the trainer's store", timeout_s=240)
+        wait_until(is_waiting, what="the trainer's store", timeout_s=PATIENCE_S)
         ports = listening_ports(trainer.pid)
         assert ports and not [port for port in ports if reads_as_a_store(port)]
     finally:

@@ -25,8 +25,8 @@ from primerl_hpc.render.job import render_job
 from primerl_hpc.runtime.job.measured import shape_of
 from tests.slurm.test_chain import warn_of_walltime
 from tests.support import rated_split
-from tests.support.helpers import ROOT
-from tests.support.virtual_slurm import SlurmToy, run_cli, wait_for
+from tests.support.helpers import ROOT, wait_for
+from tests.support.virtual_slurm import SlurmToy, run_cli
 
 STEPS = 8
 

@@ -16,11 +16,12 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.observe.diagnose.diagnose import diagnose
 from primerl_hpc.plan.types import OnExit
-from tests.support.helpers import ROOT
-from tests.support.virtual_slurm import SAY, SERVE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, wait_for
+from tests.support.virtual_slurm import SAY, SERVE, TRAIN, Cluster, SlurmToy, run_cli
 
 PIECE_BYTES = 4 << 20
-# a checkpoint of 4 MiB every moment, until `enough` appeared or there is no space, of which it then takes the last byte
+# a checkpoint of 4 MiB every moment, until `enough` exists or there is no space, of which it then takes the last byte;
+# at least one checkpoint, so that a resumed run with `enough` writes exactly one
 GREEDY = (
     SAY
     + f"""
@@ -28,7 +29,9 @@ from primerl_hpc.common.files import write_bytes
 step = run.latest_checkpoint() or 0
 print("goes on after", step, flush=True)
 publish_endpoint(run, name, "http://x:1")
-while not (run.root / "enough").exists():
+is_last = False
+while not is_last:
+    is_last = (run.root / "enough").exists()
     step += 1
     try:
         write_bytes(run.checkpoint_side(step, "trainer") / "data", bytes([step % 256]) * {PIECE_BYTES})
@@ -85,13 +88,12 @@ def test_a_full_disk_fails_the_run_with_a_clear_message_and_loses_no_complete_ch
     assert len(steps) >= 3
     for path in (toy.run.root / "rest", *map(toy.run.checkpoint, steps[:-1])):  # a person frees space
         subprocess.run(["rm", "-r", str(path)], check=True)
+    (toy.run.root / "enough").touch()  # before the second attempt, which would fill the disk again
     toy.submit()
-    toy.wait_until_ready("trainer-0", attempt=2)
-    toy.wait_for_words(f"goes on after {steps[-1]}", "trainer-0", attempt=2)
-    (toy.run.root / "enough").touch()
     toy.wait_for_state(RunState.DONE)
+    assert f"goes on after {steps[-1]}" in toy.log("trainer-0", attempt=2)
     toy.assert_nothing_is_left()
-    assert steps[-1] in check_whole(toy) and not toy.run.reserve.exists()
+    assert check_whole(toy) == [steps[-1], steps[-1] + 1] and not toy.run.reserve.exists()
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def test_a_slow_slurm_does_not_block_status(toy: SlurmToy, slow_slurm: dict[str,
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         assert time.monotonic() - start < 60  # 5 s a question; a listing asks one, a run in depth two
         said = json.loads(done.stdout)

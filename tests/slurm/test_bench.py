@@ -17,7 +17,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
-from tests.support.helpers import make_tiny_model
+from tests.support.helpers import PATIENCE_S, make_tiny_model
 from tests.support.virtual_slurm import Cluster, run_cli, start_cli
 from tests.unit.cli.test_cli import tree
 
@@ -141,7 +141,7 @@ def test_an_interrupt_cancels_the_benchmark_job(
             assert process.stderr is not None
             assert any(said in line for line in process.stderr)  # in a while
             process.send_signal(number)
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out) == (128 + number, ""), err
         assert_nothing_is_left(tmp_path, ["model", "recipe.yaml"])
 

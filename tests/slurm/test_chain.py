@@ -19,7 +19,8 @@ from primerl_hpc.launch.submit import resume_run
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
-from tests.support.virtual_slurm import TRAIN, SlurmToy, run_cli, wait_for
+from tests.support.helpers import wait_for
+from tests.support.virtual_slurm import TRAIN, SlurmToy, run_cli
 
 UNTIL_DONE = ChainRequest(is_until_done=True)
 

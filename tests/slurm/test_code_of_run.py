@@ -19,9 +19,9 @@ from primerl_hpc.launch.code.keep import CodeChoice
 from primerl_hpc.launch.submit import resume_run
 from primerl_hpc.plan.types import BUNDLE_PYTHON, OnExit
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import ROOT, TOY_RECIPE
+from tests.support.helpers import ROOT, TOY_RECIPE, wait_for
 from tests.support.small_environment import make_environment
-from tests.support.virtual_slurm import SlurmToy, run_cli, wait_for
+from tests.support.virtual_slurm import SlurmToy, run_cli
 
 TRAIN = """
 import os, sys, time

@@ -14,7 +14,8 @@ from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.endpoints import read_endpoint
 from primerl_hpc.slurm.commands import ask
-from tests.support.virtual_slurm import SERVE, TOY_RECIPE, TRAIN, Cluster, SlurmToy, run_cli, wait_for
+from tests.support.helpers import wait_for
+from tests.support.virtual_slurm import SERVE, TOY_RECIPE, TRAIN, Cluster, SlurmToy, run_cli
 
 
 def add_roles(toy: SlurmToy, engines: int = 2) -> SlurmToy:

@@ -10,7 +10,8 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.slurm.commands import ask
-from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, run_cli, wait_for
+from tests.support.helpers import wait_for
+from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, run_cli
 
 CPU_HOST = "n5"
 

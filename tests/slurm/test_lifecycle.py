@@ -19,8 +19,8 @@ from primerl_hpc.launch.prepare import job_script
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.slurm.commands import ask
-from tests.support.helpers import ROOT
-from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, wait_for
+from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
@@ -192,7 +192,7 @@ def test_a_walltime_reached_twice_loses_no_step_and_the_run_continues_automatica
     toy.wait_until_ready("trainer-0", attempt=3)
     toy.wait_for_words("goes on after 3", "trainer-0", attempt=3)
     finish(toy)
-    said, _ = follower.communicate(timeout=60)
+    said, _ = follower.communicate(timeout=PATIENCE_S)
     assert follower.returncode == 0 and re.findall(r"goes on after (\d)", said) == ["0", "2", "3"], said
     used = json.loads(run_cli("status", str(toy.run.root), "--json").stdout)["usage"]
     assert (used["source"], used["attempts"]) == ("sacct", 3) and used["node_hours"] > 0
@@ -350,7 +350,7 @@ def test_runs_on_lost_nodes_are_requeued_and_continue_on_others(
 
     with first.cluster.without_power(*lost):
         wait_for(lambda: is_requeued(first) and is_requeued(second), "requeue")
-        wait_for(is_again, "a second attempt", 240, first.words)
+        wait_for(is_again, "a second attempt", first.words)
     for toy in (first, second):
         toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
     first.wait_for_words("goes on after 1", "trainer-0", attempt=2)

@@ -84,7 +84,7 @@ def test_a_spare_replaces_a_node_with_a_slow_network_before_the_first_process(
     toy.plan_changes = {"spare_nodes": 2, "preflight": checks}
     with changed(toy.cluster, "n2", SLOW, FAST):
         toy.submit()
-        toy.wait_for_state(RunState.DONE, timeout_s=180)
+        toy.wait_for_state(RunState.DONE)
     toy.assert_nothing_is_left()
     (measured,) = toy.events("bandwidth_measured")
     assert "n2" in measured["slow"] and "all-reduce" in measured["said"], measured

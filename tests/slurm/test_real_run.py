@@ -25,10 +25,10 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
-from tests.support.helpers import ROOT, make_tiny_model
-from tests.support.real_slurm import READY_S, SMALL, RealRun
+from tests.support.helpers import ROOT, make_tiny_model, wait_for
+from tests.support.real_slurm import SMALL, RealRun
 from tests.support.serving import hf_logprobs
-from tests.support.virtual_slurm import Cluster, run_cli, wait_for
+from tests.support.virtual_slurm import Cluster, run_cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("acting_user")]
 POST = """
@@ -149,8 +149,8 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
         rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
         return [(row["process"], row["incarnation"]) for row in rows]
 
-    wait_for(lambda: len(lives("engine_joined")) == 2, "two engines", READY_S, real.words)
-    wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", READY_S, real.words)
+    wait_for(lambda: len(lives("engine_joined")) == 2, "two engines", real.words)
+    wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", real.words)
     urgent = ["sbatch", "--parsable", f"--nodelist={read_json(real.run.state)['hosts'][0]}", "--exclusive"]
     taker = ask([*urgent, "--output=/dev/null", "--wrap=sleep 600"]).strip()
     wait_for(lambda: real.state == RunState.PENDING, "its preemption", tell=real.words)
@@ -160,7 +160,7 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     subprocess.run(["scancel", f"{engines}_0"], check=True)
     wait_for(lambda: ("inference-0", 1) in lives("engine_left"), "its leave", tell=real.words)
     subprocess.run(["scontrol", "requeue", f"{engines}_1"], check=True)
-    wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", READY_S, real.words)
+    wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", real.words)
     real.wait_for_state(RunState.DONE)
     steps = read_steps(real.run.metrics("trainer"))
     assert list(steps) == list(range(1, 41)) and not real.repeated_steps()
@@ -178,7 +178,7 @@ def test_an_inference_run_reports_its_address_and_serves(
     real = submit(
         "serve", {"kind": "inference", "layout": {"inference": {"replicas": 1, "tensor_parallel": 2}}}
     )
-    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", READY_S, real.words)
+    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", real.words)
     endpoint = read_endpoint(real.run, "router-0")
     assert endpoint is not None
     url = endpoint["url"]
@@ -232,10 +232,10 @@ def test_an_evaluation_run_scores_and_ends_and_its_engine_serves_chat(
         starts = f"{sys.executable} -m primerl_hpc.roles.evaluator"
         return [pid for pid, line in cluster.processes_of(real.run).items() if line.startswith(starts)]
 
-    wait_for(evaluators, "the evaluator", READY_S, real.words)
+    wait_for(evaluators, "the evaluator", real.words)
     (evaluator,) = evaluators()
     os.kill(evaluator, signal.SIGSTOP)  # its end would end the job before a user could chat
-    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", READY_S, real.words)
+    wait_for(lambda: read_endpoint(real.run, "inference-0"), "the engine", real.words)
     said = run_cli("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
     os.kill(evaluator, signal.SIGCONT)
     assert said.returncode == 0 and 1 <= json.loads(said.stdout)["tokens"] <= 4, said.stderr

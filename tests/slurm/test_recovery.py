@@ -144,7 +144,7 @@ def wait_until_on(toy: SlurmToy, node: str, life: int) -> None:
         )
 
     for process in ("inference-0", "trainer-0"):
-        wait_for(lambda process=process: is_there(process), f"{process} on {node}", 120, toy.words)
+        wait_for(lambda process=process: is_there(process), f"{process} on {node}", toy.words)
 
 
 def test_roles_of_a_lost_node_move_to_a_spare_and_the_run_ends_in_the_same_attempt(

@@ -12,7 +12,8 @@ from primerl_hpc.common.names import Role, RunState, process_name
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
-from tests.support.virtual_slurm import SAY, SAY_BESIDE_ENGINE, SERVE, TRAIN, SlurmToy, wait_for
+from tests.support.helpers import wait_for
+from tests.support.virtual_slurm import SAY, SAY_BESIDE_ENGINE, SERVE, TRAIN, SlurmToy
 
 SHOW_GPUS = SAY + "print('gpus', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'), flush=True)\n"
 

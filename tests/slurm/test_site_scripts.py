@@ -84,7 +84,7 @@ def test_an_attempt_starts_only_if_sums_over_its_nodes_are_right(
     )
     toy.plan_changes = {"preflight": preflight().model_copy(update={"sums": sums})}
     toy.submit()
-    toy.wait_for_state(RunState.FAILED if is_corrupt else RunState.DONE, timeout_s=180)
+    toy.wait_for_state(RunState.FAILED if is_corrupt else RunState.DONE)
     toy.assert_nothing_is_left()
     (checked,) = toy.events("sums_checked")
     assert checked["level"] == ("bad" if is_corrupt else "ok"), checked

@@ -25,8 +25,8 @@ from primerl_hpc.slurm.command_lines import shares_command
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import ENDED
 from primerl_hpc.slurm.sbatch import UnansweredError
-from tests.support.helpers import ROOT, unusable_sft_recipe
-from tests.support.virtual_slurm import SAY, Cluster, SlurmToy, run_cli, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, unusable_sft_recipe, wait_for
+from tests.support.virtual_slurm import SAY, Cluster, SlurmToy, run_cli
 
 DEVICES = SAY + "print('devices', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))\n"
 
@@ -210,7 +210,7 @@ def test_a_temporarily_unavailable_controller_gets_the_job_once(
         wait_for(lambda: "checking whether" in said.read_text(), "its first try", tell=said.read_text)
     finally:
         toy.cluster.tool("return-controller")
-    assert waiting.wait(120) == 0, said.read_text()
+    assert waiting.wait(PATIENCE_S) == 0, said.read_text()
     assert jobs_of(toy) == {toy.job: "PENDING"}
 
 

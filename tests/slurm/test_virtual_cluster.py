@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
-from tests.support.virtual_slurm import TOOL, Cluster, wait_for
+from tests.support.helpers import ROOT, wait_for
+from tests.support.virtual_slurm import TOOL, Cluster
 
 
 def holds(folder: Path) -> list[int]:

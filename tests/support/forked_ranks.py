@@ -20,7 +20,7 @@ from primerl_hpc.run.ports import free_port
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.torchrun import delete_exit_reports
 from tests.support.fork_server import ForkServer
-from tests.support.helpers import role_env
+from tests.support.helpers import PATIENCE_S, role_env
 
 
 class ForkedRanks:
@@ -30,7 +30,7 @@ class ForkedRanks:
     def __init__(self) -> None:
         self.server = ForkServer("tests.support.forked_ranks", OMP_NUM_THREADS="1")
 
-    def __call__(self, run: RunDir, name: str, *, timeout_s: float = 240) -> tuple[int, str]:
+    def __call__(self, run: RunDir, name: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         """Return the first exit code that is not 0, else 0, and the log of all ranks."""
         delete_exit_reports(run, name)
         log = run.attempt_logs(1) / f"{name}.log"

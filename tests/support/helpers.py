@@ -46,16 +46,17 @@ TOY_RECIPE: dict[str, Any] = {
 """Recipe of runs whose processes are scripts of a test."""
 
 
+PATIENCE_S = 600.0 * float(os.environ.get("PRIMERL_TEST_PATIENCE") or 1)
+"""Limit of each wait of a test, in seconds: a busy machine does not reach it, a hang does."""
+
+
 def wait_for(
-    condition: Callable[[], object],
-    what: str = "it",
-    timeout_s: float = 120.0,
-    tell: Callable[[], object] = lambda: "",
+    condition: Callable[[], object], what: str = "it", tell: Callable[[], object] = lambda: ""
 ) -> None:
     """Wait until ``condition`` holds; ``tell`` returns the explanation for a failure."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what} {tell()}"
+    deadline = time.monotonic() + PATIENCE_S
+    while not (seen := condition()):
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}; last {seen!r} {tell()}"
         time.sleep(0.05)
 
 
@@ -222,11 +223,11 @@ def end_role(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def run_role(run: RunDir, phase: str, name: str, *, timeout_s: float = 240, **more: str) -> tuple[int, str]:
+def run_role(run: RunDir, phase: str, name: str, **more: str) -> tuple[int, str]:
     """Run a role until it ends; return exit code and log."""
     process = start_role(run, phase, name, **more)
     try:
-        code = process.wait(timeout_s)
+        code = process.wait(PATIENCE_S)
     finally:
         end_role(process)
     return code, (run.attempt_logs(1) / f"{name}.log").read_text()

@@ -15,10 +15,9 @@ from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import JobFact
-from tests.support.helpers import ROOT
-from tests.support.virtual_slurm import Cluster, wait_for
+from tests.support.helpers import ROOT, wait_for
+from tests.support.virtual_slurm import Cluster
 
-READY_S = 420  # cold engines on a busy machine
 TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
 SMALL: dict[str, Any] = {
     "base": str(TINY),
@@ -77,6 +76,6 @@ class RealRun:
             f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs if path.is_file()
         )
 
-    def wait_for_state(self, state: RunState, timeout_s: float = 600) -> None:
-        wait_for(lambda: self.state.is_final or self.state == state, "its end", timeout_s, self.words)
+    def wait_for_state(self, state: RunState) -> None:
+        wait_for(lambda: self.state.is_final or self.state == state, "its end", self.words)
         assert self.state == state, self.words()

@@ -17,11 +17,10 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.jobs import JobFact
 from tests.support.forked_commands import run_command
-from tests.support.helpers import ROOT, is_alive, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
 
 TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
 # engines and environment servers take most of a minute on two cores, minutes on a busy machine
-START_S = 420.0
 RL_RECIPE = """\
 base: {tiny}
 name: e2e
@@ -52,7 +51,7 @@ weights: {{interval: 100}}
 
 
 def command(
-    *words: str, cwd: Path, timeout_s: float = 400, check: bool = True
+    *words: str, cwd: Path, timeout_s: float = PATIENCE_S, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run ``primerl-hpc …`` as a user types it."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -117,7 +116,6 @@ def wait_in_run(
     run: RunDir,
     condition: Callable[[], object],
     what: str,
-    timeout_s: float = START_S,
     jobs: Callable[[], Mapping[str, JobFact] | None] = lambda: None,
 ) -> None:
     """Wait until ``condition`` holds. Raises AssertionError at once if the run ends before that.
@@ -133,7 +131,7 @@ def wait_in_run(
         assert not state.is_final, f"{run.root.name} is {state} before {what}: {told(run)}"
         return False
 
-    wait_for(is_so, what, timeout_s, lambda: told(run))
+    wait_for(is_so, what, lambda: told(run))
 
 
 def told(run: RunDir) -> str:
@@ -141,8 +139,6 @@ def told(run: RunDir) -> str:
     return run.events.read_text()[-2000:] if run.events.exists() else "no event yet"
 
 
-def wait_for_end(run: RunDir, timeout_s: float = 420.0) -> RunState:
-    wait_for(
-        lambda: take_snapshot(run).state.is_final, f"{run.root.name} to end", timeout_s, lambda: told(run)
-    )
+def wait_for_end(run: RunDir) -> RunState:
+    wait_for(lambda: take_snapshot(run).state.is_final, f"{run.root.name} to end", lambda: told(run))
     return take_snapshot(run).state

@@ -20,9 +20,7 @@ from primerl_hpc.plan.engine_env import engine_env
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import read_endpoint
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import end_role, make_plan, make_tiny_model, process_plan, start_role
-
-READY_TIMEOUT_S = 240  # a cold engine on a busy machine
+from tests.support.helpers import PATIENCE_S, end_role, make_plan, make_tiny_model, process_plan, start_role
 
 
 def make_recipe(model: Path) -> dict[str, Any]:
@@ -108,7 +106,7 @@ class Serving:
             wait_until(
                 lambda name=name: read_endpoint(self.run, name) or self._fail_if_dead(name),
                 what=f"{name} to publish its endpoint",
-                timeout_s=READY_TIMEOUT_S,
+                timeout_s=PATIENCE_S,
             )
 
     def kill(self, name: str) -> None:
@@ -120,7 +118,7 @@ class Serving:
         """Send SIGTERM to the process only; return its exit code."""
         process = self.processes.pop(name)
         process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
+        code = process.wait(PATIENCE_S)
         self.run.endpoint(name).unlink(missing_ok=True)
         return code
 
@@ -179,7 +177,7 @@ class Serving:
             )
             return answer.status_code == 200
 
-        wait_until(look, what="the router to have an engine", timeout_s=60)
+        wait_until(look, what="the router to have an engine", timeout_s=PATIENCE_S)
 
     def _fail_if_dead(self, name: str) -> None:
         if (code := self.processes[name].poll()) is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 
 
 class Terminal:
@@ -64,18 +64,18 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.keyboard, keys.encode())
 
-    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+    def wait_for(self, text: str) -> None:
         """Wait until ``text`` was shown."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while text not in self.shown:
             assert time.monotonic() < deadline and self._read(1.0), f"no {text!r} in:\n{self.shown}"
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self) -> int:
         """Read to the end; return the exit code."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while self._read(1.0):
             assert time.monotonic() < deadline, f"does not end:\n{self.shown}"
-        return self.process.wait(timeout_s)
+        return self.process.wait(PATIENCE_S)
 
     def _read(self, seconds: float) -> bool:
         """Wait for output; return False at its end."""

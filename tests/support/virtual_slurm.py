@@ -37,10 +37,9 @@ from primerl_hpc.render.job import render_engines, render_job
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import JobFact, parse_sacct, parse_squeue, sacct_command, squeue_command
-from tests.support import helpers as support
 from tests.support.cluster_user import ClusterUser
 from tests.support.forked_commands import run_command
-from tests.support.helpers import ROOT, TOY_RECIPE, make_plan, process_plan
+from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
 
 T = TypeVar("T")
 TOOL = ROOT / "tools" / "virtual-cluster"
@@ -81,16 +80,6 @@ while True:
     time.sleep(0.05)
 """
 )
-
-
-def wait_for(
-    condition: Callable[[], object],
-    what: str,
-    timeout_s: float = 90.0,
-    tell: Callable[[], object] = lambda: "",
-) -> None:
-    """Limit in seconds for actions of SLURM."""
-    support.wait_for(condition, what, timeout_s, tell)
 
 
 def call_down(node: str) -> None:
@@ -386,16 +375,16 @@ class SlurmToy:
         writes."""
         wait_for(lambda: words in self.log(process, attempt), f"'{words}' of {process}", tell=self.words)
 
-    def wait_for_state(self, state: RunState, timeout_s: float = 90.0) -> None:
+    def wait_for_state(self, state: RunState) -> None:
         def is_reached() -> bool:
             if state == RunState.DONE:
                 self.hurry()
             return self.snapshot().state == state
 
-        wait_for(is_reached, f"state {state}", timeout_s, self.words)
+        wait_for(is_reached, f"state {state}", self.words)
 
-    def wait_for_job(self, state: str, timeout_s: float = 60.0) -> None:
-        wait_for(lambda: self.fact().state == state, f"job state {state}", timeout_s, self.words)
+    def wait_for_job(self, state: str) -> None:
+        wait_for(lambda: self.fact().state == state, f"job state {state}", self.words)
 
     def words(self) -> str:
         """Output of the job and its state in SLURM, for a failing test."""
@@ -446,7 +435,7 @@ class Command(subprocess.Popen[str]):
 
 
 def run_cli(
-    *words: str, timeout_s: float = 600.0, user: ClusterUser | None = None, **environ: str
+    *words: str, timeout_s: float = PATIENCE_S, user: ClusterUser | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``primerl-hpc`` as the user of the tests, or as a user of the cluster on its login node."""
     user = user or Acting.enter()

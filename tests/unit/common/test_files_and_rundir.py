@@ -26,6 +26,7 @@ from primerl_hpc.run.metrics import MetricsWriter, read_steps
 from primerl_hpc.run.registry import find_run, register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
+from tests.support.helpers import PATIENCE_S
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -156,9 +157,9 @@ def test_a_lease_is_renewed_until_it_is_given_back_and_never_made_again(
     path = run.lease(run.weights_step(3), "inference-0")
     held = HeldLease(path)
     os.utime(path, (0, 0))
-    wait_until(lambda: path.stat().st_mtime > 0, what="the renewal", timeout_s=30)
+    wait_until(lambda: path.stat().st_mtime > 0, what="the renewal", timeout_s=PATIENCE_S)
     held.release()
-    held.thread.join(30)
+    held.thread.join(PATIENCE_S)
     assert not held.thread.is_alive() and not path.exists()
     renew_lease(path)
     assert not path.exists()

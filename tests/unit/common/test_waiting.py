@@ -37,7 +37,7 @@ from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
 from primerl_hpc.transport.rollouts.types import StepInfo, empty_row
-from tests.support.helpers import wait_for
+from tests.support.helpers import PATIENCE_S, wait_for
 
 TOLD = "retrying"
 
@@ -179,7 +179,7 @@ def test_what_lasts_longer_than_the_limit_is_a_fault(monkeypatch):
 
 def test_wait_until_returns_the_first_result_that_is_not_none_or_false():
     results = iter([None, False, 0])
-    assert wait_until(lambda: next(results), what="a result", timeout_s=30, poll_s=0.001) == 0
+    assert wait_until(lambda: next(results), what="a result", timeout_s=PATIENCE_S, poll_s=0.001) == 0
 
 
 def test_wait_until_async_accepts_functions_and_coroutine_functions():
@@ -189,8 +189,8 @@ def test_wait_until_async_accepts_functions_and_coroutine_functions():
         return next(results)
 
     async def check() -> list[str]:
-        first = await wait_until_async(lambda: next(results), what="a", timeout_s=30, poll_s=0.001)
-        return [first, await wait_until_async(poll, what="b", timeout_s=30, poll_s=0.001)]
+        first = await wait_until_async(lambda: next(results), what="a", timeout_s=PATIENCE_S, poll_s=0.001)
+        return [first, await wait_until_async(poll, what="b", timeout_s=PATIENCE_S, poll_s=0.001)]
 
     assert asyncio.run(check()) == ["a", "b"]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from pydantic._internal import _fields
 
 from primerl_hpc.envs.serving.server import cache_default_factories
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 
 
 class Shape(BaseModel):
@@ -66,7 +66,7 @@ def test_sigterm_in_a_callback_of_uvloop_ends_the_server() -> None:
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

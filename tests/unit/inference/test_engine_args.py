@@ -22,7 +22,7 @@ from primerl_hpc.recipe.schema.model import Inference
 from primerl_hpc.recipe.schema.recipe import InferenceLayout, Recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.turns import Grant, TurnRequest, read_request, write_grant
-from tests.support.helpers import wait_for
+from tests.support.helpers import PATIENCE_S, wait_for
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -327,12 +327,12 @@ def test_an_engine_starts_when_its_own_incarnation_is_admitted(
     started = threading.Event()
     thread = threading.Thread(target=lambda: (wait_for_turn(run, name), started.set()), daemon=True)
     thread.start()
-    wait_for(lambda: read_request(run, name, 1) == TurnRequest(1, 3), "the engine's request", 20)
+    wait_for(lambda: read_request(run, name, 1) == TurnRequest(1, 3), "the engine's request")
     for grant in (Grant(1, None, {name: 2}), Grant(1, (0, 1), {name: 3}), Grant(2, None, {name: 3})):
         write_grant(run, grant)
         assert not started.wait(0.25)
     write_grant(run, Grant(1, None, {name: 3}))
-    assert started.wait(20)
+    assert started.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(

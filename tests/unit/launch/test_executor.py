@@ -13,7 +13,7 @@ import pytest
 
 from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import ROOT, is_alive, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
 
 SUBMIT_AND_WAIT = """\
 import sys, time
@@ -73,7 +73,7 @@ def test_a_signal_to_the_submitting_process_group_does_not_reach_a_local_run(
     with (tmp_path / "go").open("w") as go:  # waits until the script has opened it
         (script,) = controller.children()
         os.killpg(client.pid, number)
-        assert client.wait(60) != 0
+        assert client.wait(PATIENCE_S) != 0
         client.stdout.close()
         assert is_alive(script)
         go.write("finished")

@@ -25,7 +25,7 @@ from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
 from primerl_hpc.plan.container import with_cache
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.run.lock import SupervisorLock
-from tests.support.helpers import ROOT, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, wait_for
 from tests.support.hub import cache_dataset, cache_model, serve_hub
 
 RECIPE = """\
@@ -77,7 +77,7 @@ def start(url: str, *words: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, dict[str, dict[str, object]], str]:
     """Return exit code, items by name, and stderr."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE_S)
     items = json.loads(out)["items"] if out else []
     return process.returncode, {item["name"]: item for item in items}, err
 
@@ -108,14 +108,14 @@ def test_a_killed_prefetch_keeps_complete_files_and_the_next_one_continues(here:
 
     def hold(path: str, data: bytes) -> bytes:
         if path == last:
-            is_over.wait(120)
+            is_over.wait(PATIENCE_S)
         return data
 
     with serve_hub({}, models=MODELS, asked=asked, send=hold) as url:
         killed = start(url, *LOCAL_ROWS)
         blobs = here / "cache" / "hub" / "models--org--model" / "blobs"
         complete = [name for name in FLAT if name != last]
-        wait_for(lambda: last in asked and len(names_of(blobs)) >= len(complete), "the other files", 60)
+        wait_for(lambda: last in asked and len(names_of(blobs)) >= len(complete), "the other files")
         os.killpg(killed.pid, signal.SIGKILL)
         killed.communicate()
         is_over.set()
@@ -156,12 +156,12 @@ def test_two_commands_fetch_each_file_once(here: Path) -> None:
     is_held = threading.Event()
 
     def hold(path: str, data: bytes) -> bytes:
-        is_held.wait(60)
+        is_held.wait(PATIENCE_S)
         return data
 
     with serve_hub({}, models=MODELS, asked=asked, send=hold) as url:
         first = start(url, *LOCAL_ROWS)
-        wait_for(lambda: asked, "the first download", 60)
+        wait_for(lambda: asked, "the first download")
         second = start(url, *LOCAL_ROWS)
         assert second.stderr is not None
         assert "another prefetch" in second.stderr.readline()

@@ -25,7 +25,7 @@ from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import wait_for
+from tests.support.helpers import PATIENCE_S, wait_for
 from tests.support.terminal import Terminal
 
 NOW = time.mktime((2026, 11, 21, 15, 0, 0, 0, 0, -1))
@@ -299,7 +299,7 @@ def following(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followin
     made = Following(run, "orchestrator", monkeypatch)
     yield made
     made.state = RunState.DONE
-    made.thread.join(10)
+    made.thread.join(PATIENCE_S)
     assert not made.thread.is_alive()
 
 

@@ -15,6 +15,7 @@ from primerl_hpc.run import endpoints
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 
 
 def test_the_caller_continues_while_a_check_is_late_and_gets_its_error(
@@ -68,7 +69,7 @@ def test_the_event_loop_of_the_orchestrator_runs_while_the_endpoints_cannot_be_l
     keys, responds, scandir = run_keys(run), threading.Event(), endpoints.os.scandir
 
     def wait_and_list(path: Path) -> object:
-        assert responds.wait(60)
+        assert responds.wait(PATIENCE_S)
         return scandir(path)
 
     monkeypatch.setattr(endpoints.os, "scandir", wait_and_list)

@@ -23,6 +23,7 @@ from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions, parse_me
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 from tests.unit.inference.test_prefill import listening
 
 
@@ -201,7 +202,7 @@ def test_an_engine_whose_model_is_incomplete_reports_it_and_must_exit(tmp_path: 
             assert "inference-0" in report.failed
             assert run.restart_request("inference-0").exists()
             with pytest.raises(RoleError):
-                await asyncio.wait_for(engines[0].state.fault, 30)
+                await asyncio.wait_for(engines[0].state.fault, PATIENCE_S)
 
     asyncio.run(check())
 
@@ -257,7 +258,7 @@ def test_an_engine_whose_node_is_lost_holds_an_update_up_no_longer_than_it_is_pu
             await loads.wait()
             run.endpoint("inference-1").unlink()
             try:
-                report = await asyncio.wait_for(update, 30)
+                report = await asyncio.wait_for(update, PATIENCE_S)
             finally:
                 is_back.set()
             assert report.updated == ("inference-0",)
@@ -286,7 +287,7 @@ def test_more_engines_than_a_hundred_are_asked_at_the_same_time(tmp_path: Path) 
             fleet = Fleet(run, run_keys(run))
             asked = fleet.client.pause_all([*fleet.policy().values()])
             try:
-                assert await asyncio.wait_for(asked, 20) == [None] * num_engines
+                assert await asyncio.wait_for(asked, PATIENCE_S) == [None] * num_engines
             finally:
                 all_there.set()
                 await fleet.close()

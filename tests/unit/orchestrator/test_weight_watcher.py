@@ -19,6 +19,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.broadcast import BroadcastWeightReader, publish_offer
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
 from primerl_hpc.transport.weights.types import BroadcastOffer, WeightReader
+from tests.support.helpers import PATIENCE_S
 from tests.unit.orchestrator.test_fleet import serving
 from tests.unit.transport.test_weights_delta import write_full, write_link
 
@@ -211,7 +212,7 @@ def test_a_version_that_is_announced_and_whose_folder_every_engine_refuses_ends_
             write_full(run, 1)
             publish_offer(run, BroadcastOffer(1, "127.0.0.1", 5, "a"), is_open=True)
             with pytest.raises(DataError, match="no engine can load policy version 1"):
-                await asyncio.wait_for(watcher.watch(), 30)
+                await asyncio.wait_for(watcher.watch(), PATIENCE_S)
 
     asyncio.run(check())
 

@@ -26,6 +26,7 @@ from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.endpoints import PublishedEngines, publish_endpoint
 from primerl_hpc.run.ports import bind_listener
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -259,7 +260,7 @@ def test_a_stream_arrives_as_it_is_made_and_ends_at_the_engine_when_the_client_l
                 assert await anext(lines) == ""
                 assert await anext(lines) == "data: 2"
                 assert router.balancer.in_flight[url] == 1
-            await asyncio.wait_for(left.wait(), 20)
+            await asyncio.wait_for(left.wait(), PATIENCE_S)
             while router.balancer.in_flight:
                 await asyncio.sleep(0.005)
 
@@ -283,10 +284,10 @@ def test_a_request_goes_to_another_engine_when_its_first_one_has_ended(tmp_path:
             routing_to(run, lost) as (router, client),
         ):
             call = asyncio.create_task(ask(client, [5]))
-            await asyncio.wait_for(asked.wait(), 20)
+            await asyncio.wait_for(asked.wait(), PATIENCE_S)
             router.engines = [lost, good]
             router.change_engines([good])  # its node is lost: no packet will come
-            assert (await asyncio.wait_for(call, 20)).status_code == 200
+            assert (await asyncio.wait_for(call, PATIENCE_S)).status_code == 200
         async with engine(keys, say_ok) as good, routing_to(run, lost, good) as (router, client):
             # no process listens at the lost one's port
             answers = [await ask(client, [number]) for number in range(4)]
@@ -368,7 +369,7 @@ def test_the_turns_of_a_rollout_meet_at_one_engine_and_by_prefix_the_rollouts_of
             for member in range(GROUP_SIZE):
                 rollouts = [f"{group}.{member}" for group in range(GROUPS)]
                 plays = (play(client, *pair) for pair in zip(rollouts, prompts, strict=True))
-                await asyncio.wait_for(asyncio.gather(*plays), 60)
+                await asyncio.wait_for(asyncio.gather(*plays), PATIENCE_S)
 
     asyncio.run(check())
     first, second = asked

@@ -24,7 +24,7 @@ from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.tracking.targets import SOURCES, extras_of, sources_of
 from primerl_hpc.tracking.wandb import identity
-from tests.support.helpers import ROOT, end_role, make_plan, process_plan, start_role, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, end_role, make_plan, process_plan, start_role, wait_for
 from tests.support.wandb_server import API_KEY, WandbServer, serve_wandb
 
 RECIPE = {
@@ -46,7 +46,7 @@ def wait_until_sent(run: RunDir, tracker: subprocess.Popen, target: str = "wandb
         assert tracker.poll() is None, log_of(run)
         return (read_json_or_none(run.tracker_state(target)) or {}).get("offsets", {}).get("trainer") == size
 
-    wait_for(is_sent, "the rows to be sent", 60.0, tell=lambda: log_of(run))
+    wait_for(is_sent, "the rows to be sent", tell=lambda: log_of(run))
 
 
 def log_of(run: RunDir) -> str:
@@ -83,7 +83,7 @@ def start_tracker(run: RunDir, server: WandbServer, name: str = "tracker-0") -> 
 
 def end(tracker: subprocess.Popen) -> None:
     tracker.send_signal(signal.SIGTERM)
-    assert tracker.wait(timeout=120) == 0
+    assert tracker.wait(timeout=PATIENCE_S) == 0
 
 
 def steps_of(history: list[dict[str, Any]], name: str = "trainer/loss/mean") -> list[int]:
@@ -131,7 +131,7 @@ def test_online_each_row_table_and_distribution_arrives_once_over_attempts_and_a
         tracker = start_tracker(run, server)
         try:
             wait_until_sent(run, tracker)
-            wait_for(lambda: len(server.runs["chosen"].lines) == 7, "six rows and a table", 60)
+            wait_for(lambda: len(server.runs["chosen"].lines) == 7, "six rows and a table")
         finally:
             end(tracker)
         server.cuts = lambda path: (
@@ -192,7 +192,7 @@ def test_a_side_has_a_run_of_its_own_and_its_id_is_refused_to_another_run_direct
         write(run, 1)
         tracker = start_tracker(run, server)
         try:
-            assert tracker.wait(timeout=60) == ExitCode.CONFIG, log_of(run)
+            assert tracker.wait(timeout=PATIENCE_S) == ExitCode.CONFIG, log_of(run)
         finally:
             end_role(tracker)
     assert "tracking.wandb.id: taken is the W&B run of another run" in log_of(run)
@@ -217,7 +217,7 @@ def test_a_run_that_replaces_another_one_in_its_directory_does_not_continue_its_
                     wait_until_sent(run, tracker)
                     end(tracker)
                 else:
-                    assert tracker.wait(timeout=60) == ExitCode.CONFIG, log_of(run)
+                    assert tracker.wait(timeout=PATIENCE_S) == ExitCode.CONFIG, log_of(run)
             finally:
                 end_role(tracker)
     assert "mine is the W&B run of another run" in log_of(run)
@@ -251,9 +251,7 @@ def test_sync_continues_the_wandb_run_after_a_cut_network_and_a_kill_with_each_r
         relay = start_sync()
         try:
             wait_until_sent(run, relay)
-            wait_for(
-                lambda: len(server.runs["relayed"].lines) == 4, "four rows", 60, tell=lambda: log_of(run)
-            )
+            wait_for(lambda: len(server.runs["relayed"].lines) == 4, "four rows", tell=lambda: log_of(run))
             server.cuts = lambda path: "before" if "file_stream" in path else None
             write(run, 3)
             wait_until_sent(run, relay)
@@ -265,7 +263,7 @@ def test_sync_continues_the_wandb_run_after_a_cut_network_and_a_kill_with_each_r
         write(run, 4)
         relay = start_sync()
         try:
-            assert relay.wait(timeout=120) == 0, log_of(run)
+            assert relay.wait(timeout=PATIENCE_S) == 0, log_of(run)
         finally:
             end_role(relay)
     assert list(server.runs) == ["relayed"] and "wandb: 8 rows sent" in log_of(run)
@@ -312,7 +310,7 @@ def test_the_variable_of_wandb_chooses_the_mode_and_a_wrong_one_is_reported(
         if mode == "offline":
             wait_until_sent(run, tracker)
         else:
-            assert tracker.wait(timeout=60) == ExitCode.CONFIG
+            assert tracker.wait(timeout=PATIENCE_S) == ExitCode.CONFIG
             assert "wandb failed to start: " in (run.attempt_logs(1) / "tracker-0.log").read_text()
     finally:
         end_role(tracker)

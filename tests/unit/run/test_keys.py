@@ -15,6 +15,7 @@ from cryptography import x509
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.run.access.keys import RunKeys, existing_keys, renew_keys, run_keys
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 
 
 def answer_of(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "127.0.0.1") -> bytes:
@@ -101,7 +102,7 @@ def test_processes_that_ask_at_once_get_the_same_keys(tmp_path: Path) -> None:
     processes = [context.Process(target=ask, args=(tmp_path, start, found)) for _ in range(8)]
     for process in processes:
         process.start()
-    keys = {found.get(timeout=120) for _ in processes}
+    keys = {found.get(timeout=PATIENCE_S) for _ in processes}
     for process in processes:
         process.join()
     assert len(keys) == 1

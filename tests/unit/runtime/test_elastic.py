@@ -21,7 +21,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.elastic.engine_host import EngineHost
 from primerl_hpc.runtime.elastic.members import SILENT_S, ElasticEngines
 from primerl_hpc.runtime.supervisor import Supervisor
-from tests.support.helpers import ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
 
 SERVE = """
 import sys, time
@@ -234,7 +234,7 @@ def test_an_engine_host_tolerates_transient_errors_of_the_run_directory(
     assert host.poll() is None and read_endpoint(run, "inference-0") == engine
     run.state.rmdir()
     write_json(run.state, read_json(kept) | {"state": "done"})
-    assert host.wait(timeout=120) == 0
+    assert host.wait(timeout=PATIENCE_S) == 0
 
 
 def test_an_engine_host_ignores_a_restart_request_for_another_incarnation(

@@ -21,7 +21,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.steps.guard import DEVICE_VARIABLES, PEERS_S, descendants_of
 from primerl_hpc.runtime.steps.local import visible_accelerators
 from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import is_alive, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, is_alive, process_plan, wait_for
 
 GUARD = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--grace", "1", "--"]
 
@@ -61,7 +61,7 @@ def test_killing_a_command_kills_all_of_its_descendants(
 ) -> None:
     guard, below = family
     below[0].kill()
-    assert guard.wait(timeout=120) == 128 + signal.SIGKILL
+    assert guard.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
     assert all_gone(below)
 
 
@@ -70,7 +70,7 @@ def test_the_guard_forwards_sigterm_and_returns_the_commands_exit_code(
 ) -> None:
     guard, below = family
     guard.terminate()
-    assert guard.wait(timeout=120) == 7
+    assert guard.wait(timeout=PATIENCE_S) == 7
     assert all_gone(below)
 
 
@@ -104,7 +104,7 @@ def test_processes_that_do_not_exit_are_abandoned_and_named() -> None:
         """  # noqa: E501
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], timeout=120, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code], timeout=PATIENCE_S, check=True, capture_output=True, text=True
     )
     assert re.fullmatch(r"guard: cannot end \d+ \(python\S*, state R\)\n", done.stderr)
 
@@ -121,7 +121,7 @@ def test_orphans_are_killed_but_processes_of_the_job_script_are_not() -> None:
         theirs.kill()
         """
     )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=True)
 
 
 def test_a_command_that_is_not_there_is_127(capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_a_sigterm_while_the_command_is_being_made_ends_it() -> None:
         """
     )
     assert (
-        subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode
+        subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode
         == 128 + signal.SIGTERM
     )
 
@@ -165,20 +165,20 @@ def test_a_task_that_succeeds_waits_for_its_peers_and_one_that_fails_does_not(tm
     marker = tmp_path / "slow"
     first, second = task(0, "exit 0"), task(1, f"sleep 2; touch {marker}; exit 75")
     try:
-        assert first.wait(timeout=60) == 0 and marker.exists()
-        assert second.wait(timeout=60) == 75
+        assert first.wait(timeout=PATIENCE_S) == 0 and marker.exists()
+        assert second.wait(timeout=PATIENCE_S) == 75
         for path in tmp_path.glob("*.json"):
             path.unlink()
         started = time.monotonic()
         first, second = task(0, "exit 3"), task(1, "exit 0")
-        assert first.wait(timeout=60) == 3 and second.wait(timeout=60) == 0
+        assert first.wait(timeout=PATIENCE_S) == 3 and second.wait(timeout=PATIENCE_S) == 0
         assert time.monotonic() - started < PEERS_S
         for path in tmp_path.glob("*.json"):
             path.unlink()
         first = task(1, "exit 0")  # its peer never ends
         wait_for((tmp_path / "trainer-0.0.1.json").exists)
         first.terminate()
-        assert first.wait(timeout=10) == 0
+        assert first.wait(timeout=PATIENCE_S) == 0
     finally:
         for process in (first, second):
             process.kill()

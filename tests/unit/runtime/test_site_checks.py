@@ -34,7 +34,7 @@ from primerl_hpc.runtime.job.no_proxy import no_proxy_variables
 from primerl_hpc.runtime.job.node_checks import LONGEST_SCRATCH, check_scratch
 from primerl_hpc.runtime.job.sums import judge_sums, make_sums_request, result_file
 from primerl_hpc.runtime.steps.private_tmp import PrivateTmp
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 
 OTHER = {"x86_64": (183, "aarch64"), "aarch64": (62, "x86_64")}[platform.machine()]
 
@@ -226,7 +226,7 @@ def test_two_nodes_sum_over_gloo_and_a_wrong_sum_of_one_rank_is_found(tmp_path: 
     environ = os.environ | {"SLURM_NTASKS": "2", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     command = [sys.executable, "-m", "primerl_hpc.runtime.job.sums", str(request)]
     tasks = [subprocess.Popen(command, env=environ | {"SLURM_PROCID": str(node)}) for node in range(2)]
-    assert [task.wait(timeout=120) for task in tasks] == [0, 0]
+    assert [task.wait(timeout=PATIENCE_S) for task in tasks] == [0, 0]
     right, wrong = (read_json(result_file(request, node)) for node in range(2))
     assert judge_sums([right, right])[0] == "ok" and not right["error"], right
     assert judge_sums([right, wrong])[0] == "bad" and "1 of 256 elements (rank 1 of 2)" in wrong["wrong"][0]

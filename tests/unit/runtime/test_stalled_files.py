@@ -25,7 +25,7 @@ from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files import journal as journal_module
 from primerl_hpc.runtime.files.journal import Journal
-from tests.support.helpers import ROOT, TOY_RECIPE, is_alive, make_plan, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, is_alive, make_plan, process_plan, wait_for
 
 LIBRARY = ROOT / "tools" / "bench" / "stalled_files.c"
 SERVE = """
@@ -87,7 +87,7 @@ def test_signals_and_exits_are_handled_while_no_call_in_the_run_directory_return
         supervisor.send_signal(signal.SIGTERM)
         wait(lambda: not any(map(is_alive, guards)), "the end of all processes, in the stall")
         flag.unlink()
-        assert len(guards) == 2 and supervisor.wait(120) == ExitCode.PREEMPTED
+        assert len(guards) == 2 and supervisor.wait(PATIENCE_S) == ExitCode.PREEMPTED
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -191,5 +191,5 @@ def test_the_exit_of_a_process_does_not_wait_for_a_file_operation() -> None:
         print("given up")
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("given up\n", "")

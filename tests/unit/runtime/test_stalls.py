@@ -23,7 +23,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime import step_history
 from primerl_hpc.runtime.steps.guard import descendants_of, has_handler
 from primerl_hpc.runtime.watchdog import PAUSES, HealthWatch, StallClock, is_answering, suspect
-from tests.support.helpers import ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
 
 
 def test_silence_is_a_stall_after_the_limit_and_not_before() -> None:
@@ -182,4 +182,4 @@ def test_the_guard_asks_only_those_for_stacks_that_can_give_them(tmp_path: Path)
         assert len(descendants_of(guard.pid)) == 2
     finally:
         guard.terminate()
-        guard.wait(timeout=120)
+        guard.wait(timeout=PATIENCE_S)

@@ -20,7 +20,7 @@ from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.tracking.base import TargetUnavailableError
 from primerl_hpc.tracking.relay import Relay
-from tests.support.helpers import make_plan, process_plan, start_role, wait_for
+from tests.support.helpers import PATIENCE_S, make_plan, process_plan, start_role, wait_for
 from tests.support.prime_server import KEY, PrimeServer, serve_prime
 
 
@@ -61,7 +61,7 @@ def start(run: RunDir, key: str = KEY) -> subprocess.Popen:
 
 def end(tracker: subprocess.Popen) -> None:
     tracker.send_signal(signal.SIGTERM)
-    assert tracker.wait(timeout=120) == 0
+    assert tracker.wait(timeout=PATIENCE_S) == 0
 
 
 def sent(run: RunDir) -> int:
@@ -159,7 +159,7 @@ def test_a_server_that_never_replies_delays_only_its_own_rows(
     run = make_run(tmp_path, server)
     write(run, 1)
     replies = Event()
-    server.status = lambda path: 201 if path == "/external-runs" else (replies.wait(30), 200)[1]
+    server.status = lambda path: 201 if path == "/external-runs" else (replies.wait(PATIENCE_S), 200)[1]
     relay = relay_of(run, KEY, monkeypatch)
     try:
         with pytest.raises(TargetUnavailableError, match="timed out"):

@@ -98,7 +98,7 @@ def test_a_turn_begins_with_its_own_grant_and_is_reported_as_over(tmp_path: Path
     turns = TrainerTurns(run, one_rank)
 
     def grant() -> None:
-        wait_for(lambda: read_request(run, TRAINER, 1), "the trainer's request", 20)
+        wait_for(lambda: read_request(run, TRAINER, 1), "the trainer's request")
         write_grant(run, Grant(1, (0, 7), {}))  # of another turn
         write_grant(run, Grant(1, (0, 1), {"inference-0": 0}))
 

@@ -22,7 +22,7 @@ from primerl_hpc.trainer.sft import tokens as sft_tokens
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
 from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer
-from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.hub import serve_hub
 
 
@@ -341,7 +341,7 @@ def test_one_rank_of_a_node_fetches_from_the_hub_before_the_others(tmp_path):
                     env={**os.environ, **home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
                 )
             )
-        assert [each.wait(300) for each in ranks] == [0, 0]
+        assert [each.wait(PATIENCE_S) for each in ranks] == [0, 0]
     asked = ["rank-0" if "rank-0" in agent else "rank-1" for agent in agents]
     assert set(asked) == {"rank-0", "rank-1"}
     assert asked == sorted(asked)

@@ -21,6 +21,7 @@ from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.base_models import chunks, peers, staging
 from primerl_hpc.transport.base_models.chunks import LocalCopy, list_chunks, read_chunk, rotate
+from tests.support.helpers import PATIENCE_S
 
 CHUNK = 1000
 
@@ -85,7 +86,7 @@ def test_nodes_read_the_shared_folder_once_together(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert len(copies) == 16 and len(set(copies)) == 8
     assert sorted(read) == sorted((chunk.file, chunk.offset) for chunk in table.chunks)
     start(None)

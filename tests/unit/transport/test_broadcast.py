@@ -31,6 +31,7 @@ from primerl_hpc.transport.weights.broadcast import (
     read_offer,
 )
 from primerl_hpc.transport.weights.types import BroadcastOffer, RankAssignment, from_body, to_body
+from tests.support.helpers import PATIENCE_S
 from tests.unit.orchestrator.test_fleet import serving
 from tests.unit.transport.test_weights_delta import write_full
 
@@ -65,7 +66,7 @@ class Member:
             self.error = error
 
     def get(self) -> Any:
-        self.thread.join(60)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         if self.error is not None:
             raise self.error

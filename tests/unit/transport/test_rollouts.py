@@ -22,7 +22,7 @@ from primerl_hpc.transport.weights.filesystem import (
     prune_weights,
     verify_checksums,
 )
-from tests.support.helpers import random_row
+from tests.support.helpers import PATIENCE_S, random_row
 
 
 def batch(seed: int, ranks: int = 2, rows: int = 3) -> list[list[MicroBatch]]:
@@ -226,9 +226,9 @@ def test_a_file_that_lags_behind_its_marker_is_awaited(tmp_path):
     opened = []
     thread = threading.Thread(target=lambda: opened.append(FilesystemWeightReader(run).open(1, "engine-0")))
     thread.start()
-    wait_until(lambda: run.has_lease(run.weights_step(1)), what="the reader", timeout_s=30)
+    wait_until(lambda: run.has_lease(run.weights_step(1)), what="the reader", timeout_s=PATIENCE_S)
     (tmp_path / "late").rename(path)
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert opened == [run.weights_step(1)]
 
 

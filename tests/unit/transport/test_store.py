@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from primerl_hpc.common.errors import RoleError
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
@@ -67,7 +68,7 @@ def test_a_wait_ends_with_the_key_or_its_timeout_and_blocks_no_other_client(stor
     waiter.start()
     assert store.add("meanwhile", 1) == 1
     store.set("late", "there")
-    waiter.join(20)
+    waiter.join(PATIENCE_S)
     assert found == [b"there"]
 
 

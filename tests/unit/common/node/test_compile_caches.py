@@ -16,7 +16,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.node.compile_caches import CompileCaches, accelerator_facts, cache_key
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 
 COMPILE = """
 import json, sys
@@ -48,7 +48,7 @@ def start(folder: Path, store: Path) -> dict[str, float]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     return json.loads(done.stdout.splitlines()[-1])
 

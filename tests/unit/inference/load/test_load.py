@@ -17,6 +17,7 @@ from primerl_hpc.inference.load.timing import (
 )
 from primerl_hpc.plan.bench import TOKEN_IDS, LoadRequest
 from tests.support.api import Request, serve
+from tests.support.helpers import PATIENCE_S
 
 
 def part(*token_ids: int) -> bytes:
@@ -95,7 +96,7 @@ def test_an_open_loop_starts_requests_although_none_has_ended() -> None:
             await everybody.wait()
             return RequestTimes(len(prompt), 0.0, [(1.0, num_output)])
 
-        return len(await asyncio.wait_for(run_open(work, send, rate=1000.0, seed=1), 30))
+        return len(await asyncio.wait_for(run_open(work, send, rate=1000.0, seed=1), PATIENCE_S))
 
     assert asyncio.run(run()) == 5
 
