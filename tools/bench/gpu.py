@@ -141,7 +141,7 @@ def bench(
 
 # fmt: off
 SPEED = "trainer_speed.py --json --steps 4 --cases"
-SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --cases"
+SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --set trainer.param_dtype=float32 --cases"
 RUN, SMALL_RUN = "rl_run.py --json --transports", "rl_run.py --json --small --transports"
 SMALL_HEAD = "chunked_head.py --tokens 64 --vocabulary 512 --hidden 32"
 SMALL_LOOP = "trainer_loop.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --lengths 16-64 --steps 2 --warm-up 1"
