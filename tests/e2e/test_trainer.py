@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,6 @@ from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender  # noqa: E402
 from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
-from tests.support.forked_ranks import ForkedRanks  # noqa: E402
 from tests.support.helpers import (  # noqa: E402
     PATIENCE_S,
     end_role,
@@ -430,9 +430,15 @@ def long_sft(tiny: Path, **changes) -> dict:
     return recipe | changes
 
 
-def finished_sft(forked_ranks: ForkedRanks, folder: Path, recipe: dict, tiny: Path, ranks: int = 2) -> RunDir:
+def finished_sft(
+    run_ranks: Callable[[RunDir, str], tuple[int, str]],
+    folder: Path,
+    recipe: dict,
+    tiny: Path,
+    ranks: int = 2,
+) -> RunDir:
     run = make_run(folder, recipe, tiny / "model", ranks=ranks, role=Role.SFT)
-    code, log = forked_ranks(run, "sft-0")
+    code, log = run_ranks(run, "sft-0")
     assert code == 0, log
     return run
 

@@ -6,8 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from tests.e2e.test_trainer import finished_sft, long_sft  # noqa: E402
-from tests.support.helpers import make_tiny_model  # noqa: E402
+from tests.support.helpers import make_tiny_model, run_role  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,11 +16,15 @@ pytestmark = [
 ]
 
 
+def run_sft(run: RunDir, name: str) -> tuple[int, str]:
+    return run_role(run, "main", name)
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_the_same_run_twice_gives_the_same_bits(tmp_path, experts):
     tiny = make_tiny_model(tmp_path / "tiny", rows=300, hidden=64, experts=experts)
     one, other = (
-        finished_sft(tmp_path / name, long_sft(tiny), tiny, ranks=1).weights_step(10)
+        finished_sft(run_sft, tmp_path / name, long_sft(tiny), tiny, ranks=1).weights_step(10)
         for name in ("one", "other")
     )
     shards = sorted(path.name for path in one.glob("*.safetensors"))

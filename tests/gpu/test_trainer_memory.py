@@ -25,7 +25,7 @@ def bench(tool: str, *arguments: str) -> str:
 
 def test_each_memory_setting_needs_less_than_the_one_before_it():
     table = bench("trainer_memory.py", "--tokens", "8192")
-    assert table.count(": met") == 5
+    assert table.count(": met") == 6
 
 
 def test_chunked_head_needs_an_eighth_of_the_plain_ones_memory():

@@ -6,6 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
+from primerl_hpc.recipe.load import parse_recipe
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "bench"))
 
 import gpu
@@ -54,6 +58,42 @@ def test_a_run_that_does_not_end_or_updates_nothing_is_a_failure():
         "delta: 2 of 4 steps",
     ]
     assert rl_run.failures(ROW | {"updates": 0}, 4) == ["delta: no batch came after a weight update"]
+
+
+def test_a_call_keeps_the_results_of_other_parts_and_runs_its_own_in_the_order_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, order = tmp_path / "gpu.json", []
+
+    def run_part(command: object, part: gpu.Part, limit_s: float, devices: str) -> dict[str, object]:
+        order.append(next(name for name, found in gpu.PARTS.items() if found is part))
+        return {"outcome": "done", "seconds": 1.0, "figures": []}
+
+    def call(*words: str) -> dict[str, dict[str, object]]:
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(path), *words])
+        gpu.main()
+        return json.loads(path.read_text())["parts"]
+
+    monkeypatch.setattr(gpu, "describe_device", lambda: {"device": "H100", "devices": 1})
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    call("--only", "memory", "tests")
+    assert order == ["memory", "tests"]
+    parts = call("--within", "0", "--only", "tests", "async-save")
+    assert len(order) == 2
+    assert {name: result["outcome"] for name, result in parts.items()} == {
+        "memory": "done",
+        "tests": "not begun: no time is left",
+        "async-save": "not begun: no time is left",
+    }
+
+
+def test_on_one_gpu_only_the_transport_with_which_engines_may_sleep_takes_turns(tmp_path: Path):
+    """The others are refused in a recipe with turns."""
+    modes = {}
+    for transport in ("filesystem", "delta"):
+        recipe = rl_run.recipe_of(tmp_path, rl_run.SMALL, transport, 4, is_colocated=True)
+        modes[transport] = parse_recipe(recipe).layout.takes_turns
+    assert modes == {"filesystem": True, "delta": False}
 
 
 def test_goals_beside_published_figures_name_the_part_that_measures_them():

@@ -2,13 +2,16 @@
 """Run everything that needs a GPU: each benchmark with a figure for GPUs, and the tests marked `gpu`.
 
     tools/bench/gpu.py --json gpu.json               # on one H100 or H200: everything, in 17 minutes
-    tools/bench/gpu.py --only speed-rl-16384 tests   # some parts
+    tools/bench/gpu.py --only speed-rl-16384 tests   # some parts, in this order
+    tools/bench/gpu.py --within 300 --only rl-filesystem speed-rl-16384 --json gpu.json   # more parts in the same file
     tools/bench/gpu.py --cpu                         # without a GPU: every part in its smallest form, five minutes
 
 Each part runs in its own process with a share of the time and the time that earlier parts left over; its child
-processes end with it. The tests come first. A part that fails or exceeds its time is reported with the figures measured
-so far, and the next one begins. A part for which no time remains is not started; run it separately. FILE is rewritten
-after each part. Exits with 0 if every part finished and every required figure is met, with 69 if there is no GPU.
+processes end with it. The tests come first, or the parts in the order of --only: the first ones get their time. A
+part that fails or exceeds its time is reported with the figures measured so far, and the next one begins. A part for
+which no time remains is not started; run it separately. FILE is rewritten after each part; results of other parts
+that it has from an earlier call are kept. Exits with 0 if every part finished and every required figure is met, with
+69 if there is no GPU.
 
 With --cpu the same code runs each part with short rows and tiny models, so that the first hour on a GPU is not lost to
 faults of the benches. Its figures mean nothing and are not compared.
@@ -138,7 +141,7 @@ def bench(
 
 # fmt: off
 SPEED = "trainer_speed.py --json --steps 4 --cases"
-SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --cases"
+SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --set trainer.param_dtype=float32 --cases"
 RUN, SMALL_RUN = "rl_run.py --json --transports", "rl_run.py --json --small --transports"
 SMALL_HEAD = "chunked_head.py --tokens 64 --vocabulary 512 --hidden 32"
 SMALL_LOOP = "trainer_loop.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --lengths 16-64 --steps 2 --warm-up 1"
@@ -255,6 +258,13 @@ def describe_device() -> dict[str, Any] | None:
     }
 
 
+def parts_in(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the results of the parts in the JSON document of an earlier call; none without a file."""
+    if path is None or not path.exists():
+        return {}
+    return json.loads(path.read_text())["parts"]
+
+
 def version_of(package: str) -> str | None:
     try:
         return version(package)
@@ -343,7 +353,8 @@ def main() -> int:
         return ExitCode.UNAVAILABLE
     devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(device["devices"])))
     results: dict[str, dict[str, Any]] = {}
-    names = [name for name in PARTS if name in options.only]
+    names = list(dict.fromkeys(options.only))
+    earlier = {name: result for name, result in parts_in(options.json).items() if name not in names}
     for number, name in enumerate(names, start=1):
         left_s = ends - time.monotonic() - 2 * GRACE_S
         if name in NEEDS_TWO and device["devices"] < 2:
@@ -358,7 +369,7 @@ def main() -> int:
         print(f"{name}: {result['outcome']}, {result['seconds']} s", file=sys.stderr, flush=True)
         print("".join(f"    {line}\n" for line in result.get("tail", ())), end="", file=sys.stderr)
         if options.json:
-            document = {**device, **describe_machine(), "parts": results}
+            document = {**device, **describe_machine(), "parts": earlier | results}
             options.json.write_text(json.dumps(document, indent=1))
     description = ", ".join(f"{key} {value}" for key, value in device.items())
     show(description, rows_of(results), as_json=False)

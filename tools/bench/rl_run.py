@@ -4,10 +4,12 @@
     tools/bench/rl_run.py                                   # Qwen3-0.6B's shape, on the GPUs of this machine
     tools/bench/rl_run.py --transports delta broadcast      # two of the ways in which weights reach the engine
     tools/bench/rl_run.py --small                           # the same with a tiny model, also on CPUs: two minutes
+    tools/bench/rl_run.py --engine transformers             # engines of `plain_engine.py`; the default without vLLM
 
 Weights are random, so rewards mean nothing: `recipe_twins.py` and the recipes show learning. On one GPU (or with
---slots 1) engine and trainer take turns, and `broadcast`, which needs two GPUs, is left out. Each run is `primerl-hpc
-submit`; the steps after the first are measured. Exits with 1 if a run does not end as done, or an update is missing.
+--slots 1) engine and trainer take turns; with `delta` they share its memory, and `broadcast`, which needs two GPUs, is
+left out. Each run is `primerl-hpc submit`; the steps after the first are measured. Speeds of engines in transformers
+mean nothing. Exits with 1 if a run does not end as done, or an update is missing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +100,20 @@ def profile_of(num_gpus: int, gpu: str | None, slots: int) -> dict[str, Any]:
     return profile if num_gpus else {**profile, "env": {"OMP_NUM_THREADS": "1"}}
 
 
-def recipe_of(model: Path, size: Size, transport: str, steps: int, *, takes_turns: bool) -> dict[str, Any]:
+def recipe_of(model: Path, size: Size, transport: str, steps: int, *, is_colocated: bool) -> dict[str, Any]:
     layout: dict[str, Any] = {"inference": {"replicas": 1}, "trainer": {"ranks": 1}}
+    takes_turns = (
+        is_colocated and transport == "filesystem"
+    )  # the only transport with which engines may sleep
+    if is_colocated:
+        layout["colocated"] = {"mode": "sleep" if takes_turns else "share"}
     return {
         "kind": "rl",
         "name": "rl-run",
         "model": {"name": str(model), "dtype": size.dtype, "renderer": {"name": "chatml"}},
         "seq_len": size.seq_len,
         "max_steps": steps,
-        "layout": {**layout, "colocated": True} if takes_turns else layout,
+        "layout": layout,
         "environments": {"train": [{"id": "reverse-text"}]},
         "rollouts": {
             "batch_size": size.batch_size,
@@ -118,6 +126,18 @@ def recipe_of(model: Path, size: Size, transport: str, steps: int, *, takes_turn
         "trainer": {"param_dtype": size.dtype},
         "weights": {"transport": transport},
     }
+
+
+def plain_python(folder: Path) -> Path:
+    """Write an interpreter that starts `plain_engine.py` as the role of engines, and is not asked for vLLM."""
+    path, bench = folder / "python", Path(__file__).resolve().parent / "plain_engine.py"
+    path.write_text(
+        f'#!/bin/sh\n[ "$2" = primerl_hpc.roles.inference ] && exec {sys.executable} {bench} "$@"\n'
+        'for word; do shift; [ "$word" = vllm ] || set -- "$@" "$word"; done\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
 
 
 def run(folder: Path, recipe: dict[str, Any], profile: dict[str, Any]) -> RunDir:
@@ -176,6 +196,8 @@ def main() -> int:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--small", action="store_true", help="a tiny model and short batches")
+    engine = "transformers" if find_spec("vllm") is None else "vllm"
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default=engine)
     parser.add_argument("--slots", type=int, default=2, help="CPU slots without a GPU [default: 2]")
     parser.add_argument("--folder", type=Path, help="keep everything here [default: a temporary folder]")
     parser.add_argument("--json", action="store_true", dest="as_json")
@@ -189,8 +211,10 @@ def main() -> int:
         folder = (options.folder or Path(temporary)).resolve()
         model = make_model(folder / "outputs", size, "cuda" if num_gpus else "cpu")
         profile = profile_of(min(num_gpus, 2), gpu, options.slots)
+        if options.engine == "transformers":
+            profile["software"] = {"roles": {"inference": {"python": str(plain_python(folder))}}}
         for transport in transports:
-            recipe = recipe_of(model, size, transport, options.steps, takes_turns=places == 1)
+            recipe = recipe_of(model, size, transport, options.steps, is_colocated=places == 1)
             done = run(folder, recipe, profile)
             row = row_of(done)
             plan = read_json(done.plan) if done.plan.exists() else {}
@@ -201,7 +225,7 @@ def main() -> int:
                 row["planner"] = [found.as_json() for found in compared]
             rows.append(row)
     wrong = [text for row in rows for text in failures(row, options.steps)]
-    what = "Complete RL runs, medians of the steps after the first"
+    what = f"Complete RL runs with engines of {options.engine}, medians of the steps after the first"
     return conclude(what, rows, wrong, as_json=options.as_json)
 
 

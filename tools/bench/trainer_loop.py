@@ -70,6 +70,7 @@ def trainer(options: argparse.Namespace, turn: Connection) -> None:
     from primerl_hpc.run.rundir import RunDir
     from primerl_hpc.trainer import sft_loop as sft
     from primerl_hpc.trainer.checkpoint.saver import Saver
+    from primerl_hpc.trainer.control import StepFiles
     from primerl_hpc.trainer.setup import start_world
     from primerl_hpc.trainer.train_step import build_trainer
     from primerl_hpc.trainer.watchdog import Watchdog
@@ -81,8 +82,8 @@ def trainer(options: argparse.Namespace, turn: Connection) -> None:
     world = start_world(recipe)
     watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
     trainer = build_trainer(recipe, options.folder, world, watchdog, may_be_random=True)
-    with Saver(run, trainer, sft.SIDES) as saver:
-        sft.train_steps(run, trainer, made_up_stream(options, turn), None, saver, 0)
+    with Saver(run, trainer, sft.SIDES) as saver, StepFiles() as files:
+        sft.train_steps(run, trainer, made_up_stream(options, turn), None, sft.Outputs(saver, files), 0)
 
 
 def recipe_of(options: argparse.Namespace) -> dict:
@@ -144,6 +145,7 @@ def take_turns(options: argparse.Namespace) -> tuple[list[float], list[float]]:
         parent_end, child_end = context.Pipe()
         children.append(context.Process(target=work, args=(options, child_end), daemon=True))
         children[-1].start()
+        child_end.close()  # so that `recv` raises EOFError if the child fails
         parent_end.recv()  # built, before its first step
         ends.append(parent_end)
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,13 +21,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.schema.training import TrainerConfig
 from primerl_hpc.trainer.parallel.expert import expert_modules
 from primerl_hpc.trainer.parallel.mesh import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
 PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -125,6 +129,9 @@ def divided_placement(world: World) -> Callable[[nn.Parameter], ShardPlacementRe
     """
     if (mesh := world.tensor_mesh) is None:
         return None
+    # torch before 2.13 does not have it, and only tensor parallelism needs it
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
     if world.replicate > 1:
         info: FSDPMeshInfo = HSDPMeshInfo(
             mesh["replicate", "tensor_shard"], shard_mesh_dim=1, replicate_mesh_dim=0
@@ -209,11 +216,15 @@ def release_reduced(policy: nn.Module) -> None:
     """
     assert isinstance(policy, FSDPModule)
     state = policy._get_fsdp_state()
-    device = state._device_handle
-    for reduction in state._comm_ctx.reduce_scatter_states:
-        if reduction.event is not None and device is not None:
+    device, context = state._device_handle, state._comm_ctx
+    has_list = hasattr(context, "reduce_scatter_states")  # torch before 2.13 keeps one state
+    for reduction in context.reduce_scatter_states if has_list else [context.reduce_scatter_state]:
+        if reduction is not None and reduction.event is not None and device is not None:
             device.current_stream().wait_event(reduction.event)
-    state._comm_ctx.reduce_scatter_states.clear()
+    if has_list:
+        context.reduce_scatter_states.clear()
+    else:
+        context.reduce_scatter_state = None
 
 
 def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
