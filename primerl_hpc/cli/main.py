@@ -6,7 +6,9 @@ stderr and an exit code; ``--debug`` (or PRIMERL_DEBUG=1) shows the traceback.
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import locale
 import os
 import sys
 from collections.abc import Iterator
@@ -170,8 +172,16 @@ def cli(debug: bool) -> None:
         os.environ[env.DEBUG] = "1"
 
 
+def use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if the locale has another encoding: files are always UTF-8."""
+    if not sys.flags.utf8_mode and codecs.lookup(locale.getencoding()).name != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # also for the processes that this one starts
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main() -> None:
     """Run the command line; show tracebacks only with ``--debug``."""
+    use_utf8()
     set_safe_umask()
     protect_output()
     try:

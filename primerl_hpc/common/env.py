@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,12 +140,27 @@ def is_debug() -> bool:
     return os.environ.get(DEBUG, "") not in ("", "0", "false")
 
 
+def integer(name: str, default: int, environ: Mapping[str, str] | None = None) -> int:
+    """Return the number in a variable: ``8``, the first of ``4,2`` (one for each nested level in OMP_NUM_THREADS) or of
+    ``4(x2)``.
+
+    ``default`` if the variable is unset, empty, or no number.
+    """
+    match = re.match(r"\s*(\d+)", (os.environ if environ is None else environ).get(name, ""))
+    return int(match[1]) if match else default
+
+
+def num_threads() -> int:
+    """Return OMP_NUM_THREADS, 1 if it is unset. Sites also set it to an empty text or one number for each level."""
+    return max(1, integer("OMP_NUM_THREADS", 1))
+
+
 def attempt() -> int:
-    return int(os.environ.get(ATTEMPT, "1"))
+    return integer(ATTEMPT, 1)
 
 
 def incarnation() -> int:
-    return int(os.environ.get(INCARNATION, "0"))
+    return integer(INCARNATION, 0)
 
 
 def instance_id() -> str:
@@ -251,12 +267,12 @@ def set_mirror(folder: Path) -> None:
 def slurm_allocation() -> tuple[str, int] | None:
     """Return (job id, number of nodes) of the SLURM job in which this process is; None outside of a job."""
     job = os.environ.get("SLURM_JOB_ID")
-    return (job, int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))) if job else None
+    return (job, integer("SLURM_JOB_NUM_NODES", 1)) if job else None
 
 
 def slurm_node_rank() -> int:
     """Return the index of this node within its SLURM step; 0 outside SLURM."""
-    return int(os.environ.get("SLURM_NODEID", "0"))
+    return integer("SLURM_NODEID", 0)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ check_package(env.package())                                # that process; rais
 from __future__ import annotations
 
 import hashlib
+import site
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,16 @@ class SoftwareKind(StrEnum):
 
 def package_folder() -> Path:
     return Path(__file__).resolve().parents[1]
+
+
+def is_in_user_site() -> bool:
+    """True if this package is imported from the packages in the home folder (``pip install --user``)."""
+    return package_folder().is_relative_to(Path(site.getusersitepackages()).resolve())
+
+
+def user_site_variables() -> dict[str, str]:
+    """Return the variable that hides packages in the home folder: they would replace those of the environment."""
+    return {} if is_in_user_site() else {"PYTHONNOUSERSITE": "1"}
 
 
 @cache

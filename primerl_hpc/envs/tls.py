@@ -22,9 +22,13 @@ def trust_run(keys: RunKeys) -> None:
     own, public = keys.client_context(), httpx.create_ssl_context()
 
     def build_async_httpx(config: Any) -> httpx.AsyncClient:
-        context = own if config.api_key_var == env.ENGINE_API_KEY else public
-        timeout = httpx.Timeout(**config.timeout.model_dump())
-        return httpx.AsyncClient(verify=context, timeout=timeout, limits=base.DEFAULT_LIMITS)
+        is_own = config.api_key_var == env.ENGINE_API_KEY
+        return httpx.AsyncClient(
+            verify=own if is_own else public,
+            timeout=httpx.Timeout(**config.timeout.model_dump()),
+            limits=base.DEFAULT_LIMITS,
+            trust_env=not is_own,  # the site's proxy does not reach the run's own servers
+        )
 
     base.build_async_httpx = build_async_httpx
     eval.build_async_httpx = build_async_httpx

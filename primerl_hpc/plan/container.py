@@ -19,6 +19,10 @@ _GPU_OPTION = {"nvidia": "--nv", "amd": "--rocm", "nv": "--nv", "rocm": "--rocm"
 _PODMAN_ENV = ("PRIMERL_*", "SLURM_*", "NCCL_*", "GLOO_*", "FI_*", "HF_*", "CUDA_VISIBLE_DEVICES", "TMPDIR")
 _PODMAN_ENV += ("PYTHONPATH",)  # names the run's copy of the code
 """Variables that podman passes from its own environment, besides those of the plan."""
+LAUNCH_VARIABLES = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONUTF8")
+"""Variables of each process that are not in the plan, and that an image may set."""
+_PYXIS_ENV = "--container-env="
+"""Option of pyxis: variables whose value in the job replaces that in the image; by default the image's wins."""
 
 
 def with_cache(container: Container, cache: str | None, folders: Collection[str] = ()) -> Container:
@@ -58,18 +62,23 @@ def in_container(
             hint="choose another --run-dir",
         )
     if container.is_step_option:
-        return (), _step_arguments(container, run_dir)
+        return (), _step_arguments(container, run_dir, variables)
     return (
         container.command or container.kind,
         *_command_arguments(container, node, run_dir, variables),
     ), ()
 
 
-def _step_arguments(container: Container, run_dir: str) -> tuple[str, ...]:
+def _step_arguments(container: Container, run_dir: str, variables: Collection[str] = ()) -> tuple[str, ...]:
     """Return the arguments of srun for kinds that are options of it."""
     if container.kind == "pyxis":
         mounts = ",".join((f"{run_dir}:{run_dir}", *container.mounts))
         given = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+        if variables:
+            own = [word.partition("=")[2] for word in container.args if word.startswith(_PYXIS_ENV)]
+            names = ",".join(dict.fromkeys((*own, *sorted({*variables, *LAUNCH_VARIABLES}))))
+            others = [word for word in container.args if not word.startswith(_PYXIS_ENV)]
+            return (*given, *others, f"{_PYXIS_ENV}{names}")
     elif container.kind == "container-engine":
         given = [f"--environment={container.image}"]
     else:

@@ -311,8 +311,12 @@ class _Processes:
         node = node or node_of(self.layout, self.profile, placement.nodes[0])
         variables = process_env(role, self.recipe, self.profile) | self._binding(role, placement, node)
         held = [str(folder.expanded_path or folder.path) for folder in self.profile.held_parts.values()]
+        inherited = inherited_env(role, self.recipe, self.profile)
         prefix, container_args = in_container(
-            with_cache(software.container, self.profile.cache_path, held), node, self.run_dir, variables
+            with_cache(software.container, self.profile.cache_path, held),
+            node,
+            self.run_dir,
+            (*variables, *inherited),
         )
         return ProcessPlan(
             name=name,
@@ -324,7 +328,7 @@ class _Processes:
             srun_args=(*srun_args(self.profile.scheduler), *container_args),
             container="command" if prefix else "step" if container_args else "none",
             env=variables,
-            inherited_env=inherited_env(role, self.recipe, self.profile),
+            inherited_env=inherited,
             kept_env=kept_env(role, self.recipe),
             on_exit=_ON_EXIT.get(role, OnExit.RESTART),
             log=log,

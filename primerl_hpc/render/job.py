@@ -18,6 +18,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.software_schema import SetupLine, Software
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE
+from primerl_hpc.common.package import is_in_user_site
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.render.bundle import UNPACK_SCRIPT
@@ -115,6 +116,7 @@ def _render(
         "python": ShellText('"$bundle/bin/python"') if plan.bundle is not None else python,
         "unpack_script": f"{plan.run_dir}/launch/{UNPACK_SCRIPT}",
         "package_root": package_root,
+        "hides_user_site": plan.bundle is not None or not is_in_user_site(),
         "output": output_pattern(plan.run_dir) if plan.scheduler == "slurm" else "",
         "version": __version__,
         **more,

@@ -11,10 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from primerl_hpc.common import env
-from primerl_hpc.common.package import SoftwareKind, expected_package, kept_modules
+from primerl_hpc.common.package import SoftwareKind, expected_package, kept_modules, user_site_variables
+from primerl_hpc.plan.container import LAUNCH_VARIABLES
 from primerl_hpc.plan.types import ProcessPlan
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
+
+APPTAINER = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
+"""Container command → prefix of variables that replace those of the image; without it the image's win."""
 
 
 class PhaseEnd(StrEnum):
@@ -100,8 +104,18 @@ class Launch:
 
     @property
     def _own_environment(self) -> dict[str, str]:
+        own = self._process_environment
+        prefix = APPTAINER.get(Path(self.process.argv[0]).name)
+        if self.process.container == "command" and prefix is not None:
+            planned = (*self.process.env, *self.process.inherited_env, *LAUNCH_VARIABLES)
+            own |= {f"{prefix}{name}": own[name] for name in planned if name in own}
+        return own
+
+    @property
+    def _process_environment(self) -> dict[str, str]:
         inherited = self.process.inherited_env.items()
         return {
+            **_plain_num_threads(),
             **self.process.env,
             **{name: os.environ[source] for name, source in inherited if source in os.environ},
             **env.role_pythonpath(
@@ -115,8 +129,16 @@ class Launch:
             env.ATTEMPT: str(self.attempt),
             env.INCARNATION: str(self.incarnation),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONUTF8": "1",
             "PYTHONSAFEPATH": "1",  # keep `python -m` from importing modules of the working directory
+            **user_site_variables(),
         }
+
+
+def _plain_num_threads() -> dict[str, str]:
+    """Return OMP_NUM_THREADS as one number, which libraries can parse, if the job has another form of it."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    return {} if given is None or given.isdecimal() else {"OMP_NUM_THREADS": str(env.num_threads())}
 
 
 @lru_cache(maxsize=4)

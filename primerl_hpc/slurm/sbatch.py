@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.waiting import Backoff, retry
 from primerl_hpc.slurm import commands
 from primerl_hpc.slurm.commands import (
@@ -35,7 +35,7 @@ from primerl_hpc.slurm.commands import (
 )
 from primerl_hpc.slurm.jobs import SEPARATOR
 
-_JOB = re.compile(r"Submitted batch job (\d+)")
+_JOB = re.compile(r"Submitted batch job (?P<id>\d+)(?: on cluster (?P<cluster>\S+))?")
 _SITE_DEFAULTS = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -137,6 +137,27 @@ def submission_environ(
     }
 
 
+def refuse_other_clusters(environ: Mapping[str, str], options: Iterable[str]) -> None:
+    """Raise ConfigError if sbatch would choose among several clusters.
+
+    Ids of jobs are unique within a cluster only, and every later command would ask the default cluster: the job would
+    seem to have ended, and a resumed run would queue it twice.
+    """
+    for option in options:
+        if option in ("clusters", "cluster") or option.startswith("-M"):
+            raise _other_cluster(f"the script sets {'--clusters' if option[0] != '-' else '-M'}")
+    for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+        if environ.get(name):
+            raise _other_cluster(f"{name} is set to {environ[name]}")
+
+
+def _other_cluster(reason: str) -> ConfigError:
+    return ConfigError(
+        f"{reason}, but jobs on another cluster than SLURM's default are not supported",
+        hint="use a login node of that cluster, or set SLURM_CONF to its slurm.conf, and remove the option or variable",
+    )
+
+
 def submit_once(
     script: Path,
     folder: Path,
@@ -151,14 +172,16 @@ def submit_once(
 
     ``timeout_s`` limits one command, which then counts as unanswered; ``patience_s`` limits all of them together.
     ``report`` receives a message before each retry.
-    Raises RefusedError. Raises UnansweredError and keeps the copy, so that `find_jobs` can find the job later.
+    Raises RefusedError, ConfigError for a job on another cluster.
+    Raises UnansweredError and keeps the copy, so that `find_jobs` can find the job later.
     """
+    refuse_other_clusters(os.environ, directives_of(script.read_text()))
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f".submission_file_{uuid.uuid4().hex}.sh"
     copy.write_text(script.read_text())
     try:
         return _Submission(copy, options, patience_s, timeout_s, report, passed).run(), copy
-    except (RefusedError, OSError):
+    except (RefusedError, ConfigError, OSError):
         copy.unlink(missing_ok=True)
         raise
 
@@ -214,7 +237,13 @@ class _Submission:
             start_new_session=True,  # Ctrl-C must not interrupt sbatch between the request and the reply
         )
         if (found := _JOB.search(reply.output)) is not None:
-            return self._cancel_others(found[1]) if self.is_uncertain else found[1]
+            if found["cluster"] is not None:
+                cancel = ["scancel", f"--clusters={found['cluster']}", found["id"]]
+                run_blocking(cancel, environ=self.environ, timeout_s=limit_s)
+                raise _other_cluster(
+                    f"sbatch submitted the job to cluster {found['cluster']}; it is cancelled"
+                )
+            return self._cancel_others(found["id"]) if self.is_uncertain else found["id"]
         if reply.code != NO_ANSWER and not UNANSWERED.search(reply.errors):
             raise RefusedError(reply.errors or reply.output)
         self.is_uncertain = True

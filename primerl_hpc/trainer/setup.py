@@ -28,7 +28,7 @@ def start_world(recipe: Recipe) -> World:
 
     Raises ConfigError if the layout does not fit the number of ranks.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(env.num_threads())
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")

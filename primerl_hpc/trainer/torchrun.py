@@ -68,7 +68,10 @@ def run_torchrun(arguments: list[str], module: str = "primerl_hpc.trainer.main")
             and len(os.sched_getaffinity(0)) < FEW_CORES
         ):
             wait_for_environments(root.phase(phase), plan.phase(phase))
-        os.environ.setdefault("OMP_NUM_THREADS", str(num_rank_threads(trainer, process)))
+        # also replaces a value that is no number, such as the empty text that some sites set
+        os.environ["OMP_NUM_THREADS"] = str(
+            env.integer("OMP_NUM_THREADS", num_rank_threads(trainer, process))
+        )
         os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         command = torchrun_command(root, process)
     except PrimerlError as error:

@@ -75,13 +75,19 @@ def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
     wait_for(lambda: not any(map(is_alive, before)), "every process to end")
 
 
-def test_reward_rises_when_every_role_is_killed_once(start: Callable[..., RunDir], work: Path) -> None:
+def test_reward_rises_when_every_role_is_killed_once(
+    start: Callable[..., RunDir], work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL for each role during one run, which continues in the same attempt, and the policy learns.
 
     Servers restart individually. Trainer and orchestrator restart together from the last checkpoint, with the running
     engine: it serves a policy of the lost steps and must be reset to that of the checkpoint. The trainer has its own
-    software environment, which the profile names.
+    software environment, which the profile names. The site has set a proxy for everyone, which does not respond: no
+    request of the run may use it.
     """
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
     profile, python = profile_with_a_trainers_own_environment(work)
     run = start("killed", profile=str(profile))
     servers = [(1, "env_server-0", 1), (3, "router-0", 1), (5, "inference-0", 1)]

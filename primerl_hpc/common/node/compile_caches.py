@@ -11,7 +11,6 @@ cache that only its owner can read: libraries unpickle what they find in these c
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import create_exclusive
+from primerl_hpc.common.files import create_exclusive, lock_file
 
 FOLDERS = ("inductor", "triton", "vllm", "flashinfer", "deep-gemm", "miopen", "miopen-cache")
 """Subfolders of the job's private folder that are kept."""
@@ -96,7 +95,7 @@ class CompileCaches:
             if not _is_private(self.store) or not _is_private(self.archive):
                 return False
             with (self.local / f".caches-{self.key}").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock_file(lock.fileno())
                 with tarfile.open(self.archive) as archive:
                     members = archive.getmembers()
                     done = self.local / f".caches-{self.key}.done"

@@ -10,6 +10,10 @@ pass; everything else is printed as ``\\u001b``, which is also valid in JSON.
 
 from __future__ import annotations
 
+import codecs
+import io
+import locale
+import os
 import re
 import sys
 from typing import Any, TextIO, cast
@@ -56,8 +60,21 @@ def protect_output() -> None:
 
 
 def _protected(stream: TextIO | None) -> TextIO:
-    # None: the file descriptor is closed
-    return cast(TextIO, stream if stream is None else ProtectedStream(raw(stream)))
+    if stream is None:  # the file descriptor is closed
+        return cast(TextIO, stream)
+    inner = raw(stream)
+    if isinstance(inner, io.TextIOWrapper):
+        # a character that the locale lacks is printed as "?" instead of ending the command
+        inner.reconfigure(encoding=_terminal_encoding(inner.encoding), errors="replace")
+    return cast(TextIO, ProtectedStream(inner))
+
+
+def _terminal_encoding(encoding: str) -> str:
+    """Return the encoding of the locale if Python has UTF-8 mode for files (`cli.main.use_utf8`), but the locale is
+    another 8-bit one. Output in the POSIX locale is UTF-8, as Python's default is (PEP 540)."""
+    own = codecs.lookup(locale.getencoding()).name
+    is_chosen = "PYTHONIOENCODING" in os.environ
+    return encoding if is_chosen or not sys.flags.utf8_mode or own in ("ascii", "utf-8") else own
 
 
 def raw(stream: TextIO) -> TextIO:

@@ -11,7 +11,6 @@ are applied again; if they still do not match, DataError is raised.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 from isal import isal_zlib
 
-from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import listed_file, read_json_or_none, write_json
+from primerl_hpc.common.errors import ConfigError, DataError
+from primerl_hpc.common.files import listed_file, lock_file, read_json_or_none, write_json
 from primerl_hpc.transport.weights.delta import OtherShardError, read_link
 from primerl_hpc.transport.weights.delta_codec import apply
 from primerl_hpc.transport.weights.filesystem import manifest_files
@@ -138,7 +137,11 @@ class Mirror:
         """Hold a lock among the workers of this node. The kernel releases it if the holder dies."""
         fd = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not lock_file(fd):
+                raise ConfigError(
+                    f"{self.folder} is on a filesystem without file locks, which the workers of an engine need",
+                    hint="set scratch of the profile to a disk of the node, or weights.transport to filesystem",
+                )
             yield
         finally:
             os.close(fd)

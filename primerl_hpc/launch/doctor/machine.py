@@ -126,10 +126,14 @@ def installed_driver() -> tuple[str, int] | str:
         return "not checked: pip install nvidia-ml-py" if has_driver else "no NVIDIA driver on this machine"
     try:
         pynvml.nvmlInit()
-        text, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
-        pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return f"no NVIDIA driver on this machine ({error})"
+    try:
+        text, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
+    except pynvml.NVMLError as error:
+        return f"the driver does not report its version ({error})"
+    finally:
+        pynvml.nvmlShutdown()
     return text.decode() if isinstance(text, bytes) else text, int(cuda)
 
 

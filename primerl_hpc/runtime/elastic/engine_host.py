@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.log import setup_logging
@@ -61,7 +62,7 @@ class EngineHost:
         check_own(run)
         self.plan = with_interpreter(load_plan(run), sys.executable)
         self.job = os.environ.get("SLURM_ARRAY_JOB_ID")
-        self.incarnation = INCARNATIONS_PER_START * int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.incarnation = INCARNATIONS_PER_START * env.integer("SLURM_RESTART_COUNT", 0)
         self.inherited = frozenset(children_of(os.getpid()))
         self.attempt = 1
         """Attempt of the run whose API keys the engine uses."""

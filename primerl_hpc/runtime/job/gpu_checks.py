@@ -28,7 +28,7 @@ class GpuFacts:
     """A memory row is waiting to be remapped, which requires a reset of the GPU."""
     has_remap_failed: bool
     slowed_by: int
-    memory_used_gib: float
+    memory_used_gib: float | None
 
 
 def check_gpus(wanted: int, vendor: str = "nvidia") -> Results:
@@ -44,24 +44,40 @@ def check_gpus(wanted: int, vendor: str = "nvidia") -> Results:
         return
     try:
         pynvml.nvmlInit()
-        facts = [_gpu_facts(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-        pynvml.nvmlShutdown()
+        count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         yield "bad", f"NVML: {error}", "the driver does not work: report the node"
         return
+    facts = []
+    for index in range(count):
+        try:
+            facts.append(_gpu_facts(pynvml, index))
+        except pynvml.NVMLError as error:  # such as "GPU is lost"
+            yield "bad", f"GPU {index}: {error}", "the GPU needs a reset: report the node"
+    pynvml.nvmlShutdown()
     yield from judge_gpus(facts, wanted)
 
 
 def _gpu_facts(nvml: Any, index: int) -> GpuFacts:
+    """Query one GPU. Raises NVMLError if it does not respond; a query that it does not support has no result.
+
+    Without support: memory of GPUs that share the host's (Grace, Jetson), ECC and clocks of MIG instances.
+    """
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    unsupported = (
+        nvml.NVMLError_NotSupported,
+        nvml.NVMLError_FunctionNotFound,
+        nvml.NVMLError_NoPermission,
+        nvml.NVMLError_InvalidArgument,
+    )
 
     def query(function: str, *arguments: Any, otherwise: Any) -> Any:
         try:
             return getattr(nvml, function)(handle, *arguments)
-        except nvml.NVMLError_NotSupported:
+        except unsupported:
             return otherwise
 
-    name = nvml.nvmlDeviceGetName(handle)
+    name = query("nvmlDeviceGetName", otherwise="GPU")
     errors = query(
         "nvmlDeviceGetTotalEccErrors",
         nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -70,7 +86,7 @@ def _gpu_facts(nvml: Any, index: int) -> GpuFacts:
     )
     _, _, is_pending, has_failed = query("nvmlDeviceGetRemappedRows", otherwise=(0, 0, 0, 0))
     slowed_by = query("nvmlDeviceGetCurrentClocksThrottleReasons", otherwise=0)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = query("nvmlDeviceGetMemoryInfo", otherwise=None)
     return GpuFacts(
         index=index,
         name=name.decode() if isinstance(name, bytes) else name,
@@ -78,7 +94,7 @@ def _gpu_facts(nvml: Any, index: int) -> GpuFacts:
         is_remap_pending=bool(is_pending),
         has_remap_failed=bool(has_failed),
         slowed_by=slowed_by,
-        memory_used_gib=memory.used / GIB,
+        memory_used_gib=None if memory is None else memory.used / GIB,
     )
 
 
@@ -110,7 +126,7 @@ def judge_gpus(facts: list[GpuFacts], wanted: int) -> Results:
                 f"GPU {gpu.index} is slowed down: {', '.join(reasons)}",
                 "check its cooling and power",
             )
-        if gpu.memory_used_gib > 4:
+        if gpu.memory_used_gib is not None and gpu.memory_used_gib > 4:
             message = f"GPU {gpu.index} has {gpu.memory_used_gib:.1f} GiB in use"
             yield "warn", message, "check for other processes on the GPU"
     if is_fine:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from primerl_hpc.common import env
 from primerl_hpc.common.files import create_exclusive, read_json, read_json_or_none, write_bytes, write_json
 from primerl_hpc.common.node.exiting import exit_process
 
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     request = read_json(path)
     if len(argv) > 1:
         _run_rank(path, request, int(argv[1]))
-    node, num_nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
+    node, num_nodes = env.integer("SLURM_PROCID", 0), env.integer("SLURM_NTASKS", 1)
     local, started = request["ranks_per_node"], time.monotonic()
     environment = os.environ | {"SUMS_WORLD": str(local * num_nodes)}
     first = node * local

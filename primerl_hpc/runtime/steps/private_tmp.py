@@ -39,6 +39,9 @@ SCRATCH_CACHES = {
 """Variables of libraries whose caches are in the home folder, and move where the profile names a scratch folder or
 keeps compile caches."""
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of flock on filesystems without locks."""
+
 
 class PrivateTmp:
     def __init__(self, folder: Path) -> None:
@@ -71,7 +74,13 @@ class PrivateTmp:
         while True:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            except OSError as error:  # other users of the folder are unknown: it is not deleted
+                if error.errno not in NO_LOCKS:
+                    raise
+                os.close(fd)
+                return
             try:
                 if os.stat(self.folder / ".lock").st_ino == os.fstat(fd).st_ino:
                     self._lock = fd

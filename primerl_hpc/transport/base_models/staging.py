@@ -10,7 +10,6 @@ whose node does not answer is read from the shared filesystem. If the copy fails
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -26,7 +25,7 @@ import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
-from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.files import lock_file, read_json_or_none, write_json
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir
@@ -115,11 +114,14 @@ def stage(source: Path, target: Path, meeting: Meeting) -> Path:
     table = list_chunks(source)
     final = target / table.digest
     with (target / f"{table.digest}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_alone = lock_file(lock.fileno())
         if final.is_dir():
             return final
         start = time.monotonic()
-        copy = LocalCopy(table, target / f"{table.digest}.partial")
+        own = (
+            "" if is_alone else f".{os.getpid()}"
+        )  # without locks each process of the node makes its own copy
+        copy = LocalCopy(table, target / f"{table.digest}.partial{own}")
         shutil.rmtree(copy.folder, ignore_errors=True)
         try:
             copy.create()
@@ -128,7 +130,12 @@ def stage(source: Path, target: Path, meeting: Meeting) -> Path:
         except BaseException:
             shutil.rmtree(copy.folder, ignore_errors=True)
             raise
-        os.replace(copy.folder, final)
+        try:
+            os.replace(copy.folder, final)
+        except OSError:  # a process that could not be locked out was faster
+            if not final.is_dir():
+                raise
+            shutil.rmtree(copy.folder, ignore_errors=True)
         copy.folder = final  # peers still read from it
     total = sum(table.sizes.values())
     logger.info(

@@ -343,11 +343,22 @@ def test_a_role_may_have_its_own_container() -> None:
     pyxis = {"kind": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.01-py3"}
     trainer = plan(tiny(), with_container("trainer", pyxis)).phase("main").process("trainer-0")
     assert trainer.argv[0] == "/opt/python"
-    assert trainer.srun_args == (
+    assert trainer.srun_args[:-1] == (
         "--mpi=none",
         "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
         "--container-mounts=/runs/x:/runs/x",
     )
+
+
+def test_planned_variables_replace_those_of_a_pyxis_image() -> None:
+    """By default pyxis keeps the image's value of a variable that the job sets as well."""
+    pyxis = {"kind": "pyxis", "image": "x", "args": ["--container-env=MINE", "--no-container-entrypoint"]}
+    recipe = tiny("env={NCCL_DEBUG: INFO, TOKEN: {from: MY_TOKEN}}")
+    words = plan(recipe, with_container("trainer", pyxis)).phase("main").process("trainer-0").srun_args
+    assert "--no-container-entrypoint" in words
+    (option,) = [word for word in words if word.startswith("--container-env=")]
+    names = option.partition("=")[2].split(",")
+    assert names[0] == "MINE" and {"NCCL_DEBUG", "TOKEN", "HF_HUB_OFFLINE", "PYTHONPATH"} <= set(names)
 
 
 def test_containers_mount_the_folders_that_hold_parts_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

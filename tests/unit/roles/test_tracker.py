@@ -19,7 +19,7 @@ from primerl_hpc.common.files import append_json, read_json_or_none, read_jsonl,
 from primerl_hpc.common.names import Role
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import OnExit
-from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.tracking.targets import SOURCES, extras_of, sources_of
@@ -296,6 +296,17 @@ def test_sides_divide_the_metrics_and_each_target_has_a_process(tmp_path: Path) 
     names = {identity(RunDir(tmp_path), tracking.wandb, side) for side in (None, "trainer", "orchestrator")}
     assert {name for name, _ in names} == {"n", "n-trainer", "n-orchestrator"}
     assert len({run_id for _, run_id in names}) == 3
+
+
+def test_a_run_that_replaces_another_in_the_same_folder_has_a_wandb_run_of_its_own(tmp_path: Path) -> None:
+    settings = parse_recipe(RECIPE | {"tracking": {"wandb": {}}}).tracking.wandb
+    assert settings is not None
+    run = RunDir(tmp_path)
+    ids = []
+    for submitted in (1.25, 1.25, 1.5):  # the second time for another attempt
+        write_json(run.provenance, {"time": submitted})
+        ids.append(identity(run, settings, None)[1])
+    assert ids[0] == ids[1] != ids[2]
 
 
 @pytest.mark.parametrize("mode", ["offline", "no-such-mode"])

@@ -7,8 +7,9 @@ import os
 import resource
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.job import node_checks
-from primerl_hpc.runtime.job.gpu_checks import GpuFacts, judge_gpus
+from primerl_hpc.runtime.job.gpu_checks import GpuFacts, check_gpus, judge_gpus
 from primerl_hpc.runtime.job.node_checks import (
     NodeFinding,
     examine,
@@ -231,3 +232,79 @@ def test_a_node_reports_its_limits_after_raising_them(request_of) -> None:
     (finding,) = (each for each in examine(request_of()) if each.check == "limits")
     assert finding.level in ("ok", "warn") and "open files" in finding.message
     assert all(soft == hard for soft, hard in map(resource.getrlimit, RAISED))
+
+
+# -- queries that NVML does not answer --------------------------------------------------------------
+
+
+class NvmlError(Exception):
+    """Stands for pynvml's errors, which need the driver's library."""
+
+
+class NotSupported(NvmlError):
+    pass
+
+
+class GpuIsLost(NvmlError):
+    pass
+
+
+@dataclass(frozen=True)
+class Memory:
+    used: int
+
+
+def nvml_without(missing: str | None, error: type[NvmlError] = NotSupported) -> types.ModuleType:
+    """Return a library of one healthy GPU that does not answer the query ``missing``."""
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlDeviceGetName": b"GH200",
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
+        "nvmlDeviceGetMemoryInfo": Memory(used=2**30),
+    }
+
+    def answer(name: str) -> Any:
+        if name == missing:
+            raise error(name)
+        return answers[name]
+
+    library = types.ModuleType("pynvml")
+    for name in answers:
+        setattr(library, name, lambda *_, name=name: answer(name))
+    for name in ("NotSupported", "FunctionNotFound", "NoPermission", "InvalidArgument"):
+        setattr(library, f"NVMLError_{name}", NotSupported)
+    library.NVMLError = NvmlError  # type: ignore[attr-defined]
+    library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED = library.NVML_VOLATILE_ECC = 1  # type: ignore[attr-defined]
+    return library
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        None,
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetRemappedRows",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetMemoryInfo",
+    ],
+)
+def test_a_query_that_a_gpu_does_not_support_does_not_make_its_node_bad(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs that share the host's memory, and MIG instances, do not answer all of them."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_without(missing))
+    ((level, message),) = check_gpus(1)
+    assert level == "ok" and message == ("1 × GPU" if missing == "nvmlDeviceGetName" else "1 × GH200")
+
+
+def test_a_gpu_that_does_not_respond_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = nvml_without("nvmlDeviceGetHandleByIndex", GpuIsLost)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    found = list(check_gpus(1))
+    assert [level for level, *_ in found] == ["bad", "bad"] and found[0][1].startswith("GPU 0: ")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.render.engine import quote_directive
 from primerl_hpc.slurm.commands import UNANSWERED, UnansweredError
 from primerl_hpc.slurm.refusals import explain_refusal, hint_about_option, srun_reason
@@ -206,3 +207,45 @@ def test_the_line_of_srun_that_states_the_reason_is_found(output: str, reason: s
     assert reason in found and "Try" not in found
     told = hint_about_option(f"srun: {found}")
     assert hint in told and bool(hint) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("directive", "variables", "reason"),
+    [
+        ("#SBATCH --clusters=big", {}, "the script sets --clusters"),
+        ("#SBATCH -M big", {}, "the script sets -M"),
+        ("", {"SBATCH_CLUSTERS": "big"}, "SBATCH_CLUSTERS is set to big"),
+        ("", {"SLURM_CLUSTERS": "big"}, "SLURM_CLUSTERS is set to big"),
+    ],
+)
+def test_a_job_for_another_cluster_is_refused_before_sbatch(
+    directive: str, variables: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id would be looked for on the default cluster, which does not know it."""
+    script = tmp_path / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{directive}\ntrue\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        submit_once(script, tmp_path / "kept", patience_s=1.0, timeout_s=1.0, report=print)
+    assert reason in refused.value.cause and "SLURM_CONF" in str(refused.value.hint)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_job_that_a_wrapper_of_the_site_sent_to_another_cluster_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, tools = tmp_path / "job.sbatch", tmp_path / "bin"
+    script.write_text("#!/bin/bash\ntrue\n")
+    tools.mkdir()
+    for name, body in (
+        ("sbatch", "echo Submitted batch job 7 on cluster big"),
+        ("scancel", f'echo "$@" >{tmp_path}/cancelled'),
+    ):
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    with pytest.raises(ConfigError, match="submitted the job to cluster big; it is cancelled"):
+        submit_once(script, tmp_path / "kept", patience_s=5.0, timeout_s=5.0, report=print)
+    assert (tmp_path / "cancelled").read_text().split() == ["--clusters=big", "7"]
+    assert not list((tmp_path / "kept").iterdir())

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.node.exiting import exit_process
@@ -42,8 +43,8 @@ class NodeExchange:
     def __init__(self, request: Path, timeout_s: float) -> None:
         self.request, self.timeout_s = request, timeout_s
         self.index, self.count = (
-            int(os.environ.get("SLURM_PROCID", "0")),
-            int(os.environ.get("SLURM_NTASKS", "1")),
+            env.integer("SLURM_PROCID", 0),
+            env.integer("SLURM_NTASKS", 1),
         )
 
     def file(self, part: str, index: int) -> Path:
