@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import listed_file
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
 from primerl_hpc.transport.tensor_file import read_header
-from primerl_hpc.transport.weights.filesystem import INDEX, MANIFEST, manifest_fault, shards_of_index
+from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault, weight_files
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,26 @@ class TensorInfo:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Return all tensors in the folder's safetensors files by name.
+    """Return the tensors in the folder's safetensors files by name, without layers for multi-token prediction.
 
-    Raises DataError naming the file if the folder is missing or has no weights, a file is truncated, a header is
-    damaged, a file listed in the index or manifest is missing or has another size, or a tensor is in two files.
+    Neither the trainer nor the served model has these layers, so an update does not contain them.
+
+    Raises DataError naming the file if the folder is missing or has no weights, a file is truncated, a header
+    is damaged, a file listed in the index or manifest is missing or has another size, or a tensor is in two
+    files.
     """
     if not folder.is_dir():
         raise DataError("the weights folder does not exist", location=str(folder))
-    _check_listed(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DataError("the weights folder contains no *.safetensors", location=str(folder))
+    if (folder / MANIFEST).is_file() and (fault := manifest_fault(folder)):
+        raise DataError(fault, location=str(folder))
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
+    for file in weight_files(folder):
         for name, shape in _read_header(file).items():
             if name in tensors:
                 raise DataError(f"tensor {name} is also in {tensors[name].file.name}", location=str(file))
             tensors[name] = TensorInfo(file, shape)
-    return tensors
+    config = read_json_or_none(folder / "config.json") or {}
+    return {name: info for name, info in tensors.items() if not is_prediction_tensor(name, config)}
 
 
 def check_same_model(
@@ -63,16 +66,6 @@ def check_same_model(
                 f"tensor {name} has shape {list(new[name].shape)}, but the model has {list(reference[name].shape)}",
                 location=location,
             )
-
-
-def _check_listed(folder: Path) -> None:
-    """Raise DataError if a shard listed in the index is missing, or a file differs from the manifest."""
-    if (folder / INDEX).is_file():
-        for shard in sorted(set(shards_of_index(folder).values())):
-            if not listed_file(folder, shard).is_file():
-                raise DataError(f"shard {shard}, which the index lists, is missing", location=str(folder))
-    if (folder / MANIFEST).is_file() and (fault := manifest_fault(folder)):
-        raise DataError(fault, location=str(folder))
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:

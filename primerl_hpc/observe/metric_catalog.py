@@ -240,7 +240,9 @@ eval/<environment>/prompt_tokens/<statistic> | tokens | prompt tokens of a rollo
 eval/<environment>/turns/<statistic> | turns | turns of a rollout
 eval/<environment>/branches/<statistic> | samples | token sequences of a rollout
 eval/<environment>/truncated/mean | share | rollouts that reached a length limit
+eval/<environment>/limited | rollouts | failed rollouts that reached a limit of context or time; unsolved in avg@k
 eval/<environment>/avg@<k> | reward | mean over the tasks of the mean reward of k rollouts
+eval/<environment>/avg_finished@<k> | reward | avg@k without the rollouts that reached a limit
 eval/<environment>/pass@<k> | share | probability that at least one of k rollouts solves the task
 eval/<environment>/pass^<k> | share | probability that all of k rollouts solve the task
 eval/policy_version/min | version | oldest policy version at the start of a rollout

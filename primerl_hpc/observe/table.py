@@ -100,7 +100,21 @@ def score_table(scores: Scores) -> list[str]:
     for label in dict.fromkeys(label for _, label in scores):
         for row in _rows_of_label(scores, label):
             table.add_row(*map(cell, _score_cells(label, row)))
-    return render(table)
+    return [*render(table), *_limit_lines(scores)]
+
+
+def _limit_lines(scores: Scores) -> list[str]:
+    """Return a line for each score that counts rollouts as unsolved because they reached a limit."""
+    lines = []
+    for (step, label), row in scores.items():
+        k = _num_samples(row)
+        if row.get("limited"):
+            finished = _format_decimal(row.get(f"avg_finished@{k}"), 3)
+            lines.append(
+                f"{label}, version {step}: avg@{k} {_format_decimal(row.get(f'avg@{k}'), 3)}, {finished} without "
+                f"{row['limited']:.0f} that reached a limit"
+            )
+    return lines
 
 
 def score_curves(scores: Scores) -> dict[str, list[tuple[float, float]]]:

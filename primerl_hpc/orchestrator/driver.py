@@ -161,7 +161,10 @@ class RolloutDriver:
         else:
             tally.failed, tally.last_error = tally.failed + 1, outcome.error
         return self.dispatcher.failed(
-            outcome.rollout_id, is_fault=outcome.is_engine_fault, error=outcome.error
+            outcome.rollout_id,
+            is_fault=outcome.is_engine_fault,
+            is_limit=outcome.is_limit,
+            error=outcome.error,
         )
 
     def _pause(self, outcome: Outcome) -> None:

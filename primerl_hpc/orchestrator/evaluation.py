@@ -44,8 +44,11 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def eval_metrics(label: str, samples: int | None, groups: list[Group]) -> dict[str, float]:
-    """Return metrics of one environment's tasks; a failed rollout counts only in ``errors``.
+    """Return metrics of one environment's tasks.
 
+    avg@k, pass@k and pass^k count a rollout that reached a limit (context, time) as unsolved with reward 0;
+    ``avg_finished@k`` leaves it out. A rollout that failed because of a server or environment counts only in
+    ``errors``.
     ``samples`` None: several environments with different numbers of samples, for which avg@k, pass@k and pass^k are
     undefined.
     """
@@ -57,6 +60,7 @@ def eval_metrics(label: str, samples: int | None, groups: list[Group]) -> dict[s
         f"{name}/rollouts": len(rollouts),
         f"{name}/errors": num_failed,
         f"{name}/errors/mean": num_failed / max(1, num_failed + len(rollouts)),
+        f"{name}/limited": sum(group.num_limited for group in groups),
     }
     if not rollouts:
         return metrics
@@ -73,11 +77,13 @@ def eval_metrics(label: str, samples: int | None, groups: list[Group]) -> dict[s
 
 
 def _solved(name: str, samples: int, groups: list[Group]) -> dict[str, float]:
-    means = [np.mean([rollout.reward for rollout in group.results]) for group in groups if group.results]
-    metrics = {f"{name}/avg@{samples}": float(np.mean(means))}
-    counts = [
-        (len(group.results), sum(is_solved(rollout.reward) for rollout in group.results)) for group in groups
-    ]
+    rewards = [[float(rollout.reward) for rollout in group.results] for group in groups]
+    strict = [[*found, *[0.0] * group.num_limited] for found, group in zip(rewards, groups, strict=True)]
+    metrics = {
+        f"{name}/avg@{samples}": _mean_of_means(strict),
+        f"{name}/avg_finished@{samples}": _mean_of_means(rewards),
+    }
+    counts = [(len(found), sum(map(is_solved, found))) for found in strict]
     k = 1
     while k <= samples:
         if enough := [(n, c) for n, c in counts if n >= k]:
@@ -85,6 +91,11 @@ def _solved(name: str, samples: int, groups: list[Group]) -> dict[str, float]:
             metrics[f"{name}/pass^{k}"] = float(np.mean([pass_hat_k(n, c, k) for n, c in enough]))
         k *= 2
     return metrics
+
+
+def _mean_of_means(rewards: list[list[float]]) -> float:
+    """Return the mean over the tasks that have rewards."""
+    return float(np.mean([np.mean(found) for found in rewards if found]))
 
 
 @dataclass

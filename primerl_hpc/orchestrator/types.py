@@ -129,11 +129,13 @@ class RolloutFailed(Exception):
     """An episode that cannot be trained on or scored.
 
     ``is_engine_fault``: the engine, router or judge did not respond. This is independent of the task, so a retry may
-    succeed.
+    succeed. ``is_limit``: the policy reached a limit (context, time), which an evaluation counts as unsolved.
     """
 
-    def __init__(self, kind: str, message: str, *, is_engine_fault: bool = False) -> None:
-        self.kind, self.is_engine_fault = kind, is_engine_fault
+    def __init__(
+        self, kind: str, message: str, *, is_engine_fault: bool = False, is_limit: bool = False
+    ) -> None:
+        self.kind, self.is_engine_fault, self.is_limit = kind, is_engine_fault, is_limit
         super().__init__(f"{kind}: {message}")
 
 
@@ -150,6 +152,7 @@ class Outcome:
     error: str = ""
     is_engine_fault: bool = False  # an engine or server was down: a retry may succeed
     fatal: PrimerlError | None = None  # every rollout of this recipe would fail like this
+    is_limit: bool = False  # the policy reached a limit (context, time)
 
 
 @dataclass
@@ -170,6 +173,7 @@ class Group:
     result_ids: list[int] = field(default_factory=list)  # rollout ids of `results`
     num_failed: int = 0  # rollouts that failed after all retries
     num_faulted: int = 0  # of them, because an engine or environment server died
+    num_limited: int = 0  # of them, because the policy reached a limit (context, time)
     errors: list[str] = field(default_factory=list)  # of the rollouts that failed by themselves
     tag: Any = None  # the evaluation that the group belongs to
 

@@ -21,6 +21,9 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from primerl_hpc.envs.serving.context_limits import end_at_context_limit
+from primerl_hpc.envs.serving.token_limits import rename_token_limits
+
 
 def adapt_server() -> None:
     """Patch verifiers' server in this process, and select uvloop if it is installed."""
@@ -29,6 +32,8 @@ def adapt_server() -> None:
     server.DeltaStreamer = _final_streamer()
     server.EnvServer.run = end_at_sigterm(server.EnvServer.run)
     cache_default_factories()
+    end_at_context_limit()
+    rename_token_limits()
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 

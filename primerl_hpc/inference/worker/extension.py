@@ -20,6 +20,7 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.inference.worker.start_times import record_start_times
+from primerl_hpc.recipe.hub import local_snapshot
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.filesystem import MANIFEST
@@ -103,7 +104,7 @@ class WeightUpdate:
             if reference is not None:
                 check_same_model(tensors, reference, is_tied=is_tied, location=folder)
 
-        return open_folder(_local_folder(folder) or Path(folder), check)
+        return open_folder(local_snapshot(folder) or Path(folder), check)
 
     def _primerl_join(self, assignment: RankAssignment) -> Any:
         """Return the group that receives from the trainer. Raises RoleError if not all members join in time."""
@@ -125,7 +126,7 @@ class WeightUpdate:
     def _primerl_reference(self, model: str) -> dict[str, TensorInfo] | None:
         """Return names and shapes of the served weights: of the last update, or of the folder that it started with."""
         reference = getattr(self, "_primerl_reference_tensors", None)
-        if reference is not None or not (folder := _local_folder(model)):
+        if reference is not None or not (folder := local_snapshot(model)):
             return reference
         try:
             return read_headers(folder)
@@ -178,19 +179,7 @@ def stream_tensors(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, Any]]:
         while readers:
             with readers.popleft() as reader:
                 for name in reader.keys():  # noqa: SIM118 (not a dict)
-                    yield name, reader.get_tensor(name)
+                    if name in tensors:
+                        yield name, reader.get_tensor(name)
 
     return stream()
-
-
-def _local_folder(model: str) -> Path | None:
-    """Return the local folder of a path or hub id; None if it is not on this machine."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):  # HFValidationError: a path that does not exist
-        return None

@@ -21,8 +21,9 @@ from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, Occ
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, listed_file
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.launch.export.merge import base_folder, is_adapter, merge_adapter
-from primerl_hpc.launch.export.prediction_layers import add_tensors, base_at_hand, prediction_tensors
+from primerl_hpc.launch.export.prediction_layers import add_tensors, prediction_tensors
 from primerl_hpc.plan.types import load_plan
+from primerl_hpc.recipe.hub import local_snapshot
 from primerl_hpc.run.leases import HeldLease, lease_path
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.filesystem import (
@@ -92,7 +93,7 @@ def export_model(
 
 def _prediction_tensors(run: RunDir, version: Path) -> dict[str, Path]:
     """Return the base model's tensors for multi-token prediction; empty if the model is not on this machine."""
-    base = base_at_hand(load_plan(run).phase(MAIN_PHASE).recipe.model.name)
+    base = local_snapshot(load_plan(run).phase(MAIN_PHASE).recipe.model.name)
     return {} if base is None else prediction_tensors(base, shards_of_index(version))
 
 

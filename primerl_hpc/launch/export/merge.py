@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import DataError, NotFoundError
-from primerl_hpc.common.files import listed_file, read_json, write_json
+from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.recipe.hub import download_snapshot
 from primerl_hpc.recipe.schema.training import adapter_scale
 from primerl_hpc.transport.weights.filesystem import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
     ADAPTER_WEIGHTS,
     COPIED_SUFFIXES,
-    INDEX,
     MANIFEST,
     MANIFEST_VERSION,
     WeightWriter,
-    shards_of_index,
+    weight_files,
 )
 
 
@@ -39,11 +39,10 @@ def base_folder(model_path: str) -> Path:
         return path
     if path.is_absolute():
         raise NotFoundError(f"the model folder {path} does not exist")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model_path, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+        return download_snapshot(model_path)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise NotFoundError(
             f"the base model {model_path} is neither a folder nor on the hub ({error})"
@@ -90,17 +89,6 @@ def merge_adapter(base: Path, adapter: Path, to: Path, *, version: int) -> list[
     manifest = {"manifest_version": MANIFEST_VERSION, "policy_version": version, "files": entries}
     write_json(to / MANIFEST, manifest)
     return entries
-
-
-def weight_files(base: Path) -> list[Path]:
-    if (base / INDEX).is_file():
-        names = set(shards_of_index(base).values())
-        files = [listed_file(base, name) for name in sorted(names)]
-    else:
-        files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise DataError("no safetensors weights in this folder", location=str(base))
-    return files
 
 
 def _base_name(key: str) -> str:

@@ -63,19 +63,6 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
         return read_header(path)
 
 
-def base_at_hand(name: str) -> Path | None:
-    """Return the folder of a base model (a path or hub id), without a download; None if it is not on this machine."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
 def add_tensors(names: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
     """Copy the tensors ``names`` into a file of the exported ``folder``. Returns its manifest's new entries."""
     headers = {path: _entries(path) for path in set(names.values())}

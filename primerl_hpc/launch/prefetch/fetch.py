@@ -27,9 +27,8 @@ from typing import Any
 from primerl_hpc.common.errors import DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.waiting import repeating
+from primerl_hpc.recipe.hub import SMALL_FILES, UNREAD_FILES
 
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken")
-"""Files of a model besides its weights."""
 WEIGHT_FORMATS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
 """Formats of weights, the preferred one first: of a model in several formats only one is fetched."""
 REPORT_EVERY_S = 1.0
@@ -49,9 +48,9 @@ class HubFile:
 def choose_files(files: Sequence[HubFile], *, is_tokenizer: bool) -> list[HubFile]:
     """Return the files of a repository that a run reads: its small files, and the weights in one format.
 
-    Weights in subfolders are copies in the format of another program.
+    Weights in subfolders, and ``consolidated*``, are copies in the format of another program.
     """
-    top = [file for file in files if "/" not in file.path]
+    top = [file for file in files if not _matches(file, UNREAD_FILES)]
     chosen = [file for file in top if _matches(file, SMALL_FILES)]
     if is_tokenizer:
         return chosen

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import RoleError, TimeoutWaitingError
 from primerl_hpc.common.waiting import paced
+from primerl_hpc.envs.serving.token_limits import TOKEN_LIMIT
 from primerl_hpc.recipe.renderer import renderer_config
-from primerl_hpc.recipe.schema.evaluation import External
+from primerl_hpc.recipe.schema.evaluation import External, TokenLimit
 from primerl_hpc.recipe.schema.model import Model
 from primerl_hpc.recipe.schema.rollout import Environment, Sampling
 from primerl_hpc.run.access.keys import run_keys
@@ -354,10 +355,11 @@ def external_client(external: External) -> EvalClientConfig:
     return EvalClientConfig(base_url=external.base_url, api_key_var=external.key_variable)
 
 
-def external_sampling_config(sampling: Sampling) -> SamplingConfig:
+def external_sampling_config(sampling: Sampling, token_limit: TokenLimit = "max_tokens") -> SamplingConfig:
     """Return only the parameters that differ from their defaults.
 
-    External servers may refuse parameters that they do not know.
+    External servers may refuse parameters that they do not know. ``token_limit``: the server's name of the limit,
+    which environment servers use (`envs.serving.token_limits`).
     """
     from verifiers.v1.types import SamplingConfig
 
@@ -368,7 +370,8 @@ def external_sampling_config(sampling: Sampling) -> SamplingConfig:
         for name in ("top_p", "top_k", "min_p")
         if (value := getattr(sampling, name)) != getattr(unset, name)
     }
-    return SamplingConfig.model_validate({**named, **sampling.extra})
+    renamed = {} if token_limit == "max_tokens" else {TOKEN_LIMIT: token_limit}
+    return SamplingConfig.model_validate({**named, **sampling.extra, **renamed})
 
 
 def sampling_config(sampling: Sampling, version: int) -> SamplingConfig:

@@ -115,11 +115,13 @@ class RolloutRunner:
         try:
             rollout = await self._rollout(start)
         except RolloutFailed as error:
-            self._failed(start, str(error), is_engine_fault=error.is_engine_fault)
+            self._failed(start, str(error), is_engine_fault=error.is_engine_fault, is_limit=error.is_limit)
         except EnvServerDied as error:
             self._failed(start, f"EnvServerDied: {error}", is_engine_fault=True)
-        except (EnvServerError, TimeoutError) as error:
-            self._failed(start, f"{type(error).__name__}: {error}")
+        except EnvServerError as error:
+            self._failed(start, f"EnvServerError: {error}")
+        except TimeoutError as error:
+            self._failed(start, f"TimeoutError: {error}", is_limit=True)
         except ConfigError as error:
             self.outcomes.put_nowait(
                 Outcome(start.rollout_id, *self._labels(start), None, str(error), fatal=error)
@@ -129,9 +131,12 @@ class RolloutRunner:
             rollout.seconds = time.monotonic() - started
             self.outcomes.put_nowait(Outcome(start.rollout_id, *self._labels(start), rollout))
 
-    def _failed(self, start: Start, error: str, *, is_engine_fault: bool = False) -> None:
+    def _failed(
+        self, start: Start, error: str, *, is_engine_fault: bool = False, is_limit: bool = False
+    ) -> None:
+        labels = self._labels(start)
         self.outcomes.put_nowait(
-            Outcome(start.rollout_id, *self._labels(start), None, error, is_engine_fault)
+            Outcome(start.rollout_id, *labels, None, error, is_engine_fault, is_limit=is_limit)
         )
 
     def _labels(self, start: Start) -> tuple[Split, str, str, int]:
@@ -172,11 +177,12 @@ class RolloutRunner:
         assert self.distillation is not None
         teacher = self.distillation.teacher
         assert teacher is not None  # the recipe is validated
+        sampling = handle.sampling(self.recipe.rollouts.sampling)
         episode = await handle.client.run(
             handle.tasks[start.task].data,
             external_client(teacher.next_address()),
             teacher.config.model.name,
-            external_sampling_config(handle.sampling(self.recipe.rollouts.sampling)),
+            external_sampling_config(sampling, teacher.config.token_limit),
             timeout_s=handle.environment.timeout_s,
         )
         refuse_images(episode, handle.environment.label, self.recipe.algorithms[start.env].type)
@@ -193,7 +199,8 @@ class RolloutRunner:
     def _sampling_config(self, start: Start, sampling: Sampling) -> Any:
         cached = self._sampling_configs.get((start.split, start.env))
         if cached is None or cached[0] != start.version:
-            config = external_sampling_config(sampling) if self.external else None
+            external = self.external
+            config = external_sampling_config(sampling, external.token_limit) if external else None
             cached = (start.version, config or sampling_config(sampling, start.version))
             self._sampling_configs[start.split, start.env] = cached
         return cached[1]

@@ -81,7 +81,7 @@ class TeacherClient:
         variable = (
             env.ENGINE_API_KEY if self.config.base_url is None else self.config.key_variable or env.NO_KEY
         )
-        return External(base_url=self.next_url(), key_variable=variable)
+        return External(base_url=self.next_url(), key_variable=variable, token_limit=self.config.token_limit)
 
     async def add_logprobs(self, rollout: Rollout, *, seq_len: int) -> None:
         """Set ``ref_logprobs`` [N] of each sample; 0 beyond ``seq_len``, which is not trained.
@@ -109,7 +109,7 @@ class TeacherClient:
         try:
             if "sft_distill" in algorithms:
                 messages = [{"role": "user", "content": "hi"}]
-                body = {"model": self.config.model.name, "messages": messages, "max_tokens": 1}
+                body = {"model": self.config.model.name, "messages": messages, self.config.token_limit: 1}
                 await self._scores.post(f"{url}/chat/completions", body)
             if "opd" in algorithms:
                 await self._check_context(url, seq_len)

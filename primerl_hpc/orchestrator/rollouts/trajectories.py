@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.envs.serving.context_limits import is_overflow
 from primerl_hpc.orchestrator.types import AgentTrace, Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.control_tokens import has_control_text
 
@@ -211,7 +212,8 @@ def _failure(errors: list[Any], kind: str, message: str) -> RolloutFailed:
     is_engine = last.type == "ProviderError" and (
         last.status_code is None or last.status_code in ENGINE_STATUSES
     )
-    return RolloutFailed(last.type, last.message, is_engine_fault=is_engine)
+    is_limit = last.type == "ProviderError" and is_overflow(last.message, last.status_code)
+    return RolloutFailed(last.type, last.message, is_engine_fault=is_engine, is_limit=is_limit)
 
 
 def _has_control_text(trace: Trace[Any, Any, Any]) -> bool:

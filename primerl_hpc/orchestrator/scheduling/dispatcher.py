@@ -196,12 +196,15 @@ class Dispatcher:
         group.versions.insert(position, group.in_flight.pop(rollout_id))
         return self._close_if_done(group)
 
-    def failed(self, rollout_id: int, *, is_fault: bool = False, error: str = "") -> Group | None:
+    def failed(
+        self, rollout_id: int, *, is_fault: bool = False, is_limit: bool = False, error: str = ""
+    ) -> Group | None:
         """Record a failure: retry as a new rollout while the group has retries left, else continue without it.
 
         ``is_fault``: the failure is not the rollout's own (its engine or environment server died). These retries have a
         separate, large limit; it is finite because a request may itself crash its engine. While nothing at all succeeds
-        they are free: the driver decides how long an outage may last.
+        they are free: the driver decides how long an outage may last. ``is_limit``: the policy reached a limit
+        (context, time); an evaluation does not try again, because only successful tries would count.
         """
         is_outage = self._finished_before.get(rollout_id) == self.counters.finished
         group = self._release(rollout_id)
@@ -210,7 +213,8 @@ class Dispatcher:
         self.counters.failed += 1
         del group.in_flight[rollout_id]
         retries_left = group.fault_retries_left if is_fault else group.retries_left
-        if retries_left:
+        is_final = is_limit and group.split is Split.EVAL
+        if retries_left and not is_final:
             group.fault_retries_left -= is_fault and not is_outage
             group.retries_left -= not is_fault
             group.to_start += 1
@@ -220,6 +224,7 @@ class Dispatcher:
         else:
             group.num_failed += 1
             group.num_faulted += is_fault
+            group.num_limited += is_limit
             if not is_fault:
                 group.errors.append(error)
             self._num_pending -= group.split is Split.TRAIN

@@ -26,6 +26,9 @@ BaseUrl = Annotated[
 """URL of an OpenAI-compatible API, usually ending in ``/v1``; a trailing slash is removed."""
 
 
+TokenLimit = Literal["max_tokens", "max_completion_tokens"]
+
+
 class External(Block):
     """A model behind an OpenAI-compatible server that the run does not start; requests ask for ``model.name``."""
 
@@ -33,6 +36,9 @@ class External(Block):
     """URL of the server's API, usually ending in ``/v1``."""
     key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = "OPENAI_API_KEY"
     """Environment variable that holds the API key when the job runs. The key itself is never written to a file."""
+    token_limit: TokenLimit = "max_tokens"
+    """Parameter by which requests limit the tokens of a reply (``sampling.max_tokens``). APIs of reasoning models
+    refuse ``max_tokens`` and need ``max_completion_tokens``."""
 
     def key(self) -> str:
         """Return the API key. Raises ConfigError if the variable is not set in this process."""

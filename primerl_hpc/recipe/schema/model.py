@@ -18,7 +18,7 @@ from primerl_hpc.common.block import (
     Scalar,
 )
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.recipe.schema.evaluation import BaseUrl
+from primerl_hpc.recipe.schema.evaluation import BaseUrl, TokenLimit
 from primerl_hpc.recipe.schema.layout import FrozenLayout
 
 # vLLM options that `extra_args` may not set → the recipe key to use instead. An empty key: the run sets the option
@@ -191,6 +191,9 @@ class Teacher(FrozenModel):
     """Timeout of one request of the orchestrator, in seconds."""
     max_concurrent: PositiveInt = 64
     """Maximum number of concurrent scoring requests of the orchestrator (opd)."""
+    token_limit: TokenLimit = "max_tokens"
+    """Parameter by which requests to ``base_url`` limit the tokens of a reply (sft_distill); APIs of reasoning models
+    need ``max_completion_tokens``."""
 
 
 class Judge(FrozenModel):

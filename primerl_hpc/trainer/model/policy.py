@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from primerl_hpc.common.errors import ConfigError, DataError
+from primerl_hpc.recipe.hub import download_snapshot
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.batch import ForwardInputs
@@ -95,7 +96,6 @@ FLASH_PACKAGES = {
 """Module that each implementation of `Model.attention` outside torch imports its kernels from."""
 COMPILED = frozenset({"qwen3", "llama"})
 """Types of models whose compiled blocks have no graph break and equal gradients in tests without a GPU."""
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.tiktoken"]
 """Files of a model on the hub besides its weights."""
 
 
@@ -190,7 +190,7 @@ def model_folder(model_path: str, world: World) -> Path:
             )
             raise DataError("not a model folder: config.json is missing", location=str(path), hint=hint)
         return path
-    return hub_folder(model_path, ["*.safetensors", *SMALL_FILES], world)
+    return hub_folder(model_path, world)
 
 
 def tokenizer_folder(block: ModelBlock, world: World) -> Path | None:
@@ -198,12 +198,11 @@ def tokenizer_folder(block: ModelBlock, world: World) -> Path | None:
     if block.tokenizer is None:
         return None
     path = Path(block.tokenizer)
-    return path if path.is_dir() else hub_folder(block.tokenizer, SMALL_FILES, world)
+    return path if path.is_dir() else hub_folder(block.tokenizer, world, has_weights=False)
 
 
-def hub_folder(name: str, patterns: list[str], world: World) -> Path:
+def hub_folder(name: str, world: World, *, has_weights: bool = True) -> Path:
     """Return the hub snapshot's folder, fetched by one rank of each node. Raises DataError if there is none."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -213,7 +212,7 @@ def hub_folder(name: str, patterns: list[str], world: World) -> Path:
 
     with local_rank_zero_first(world):
         try:
-            return Path(snapshot_download(name, allow_patterns=patterns))
+            return download_snapshot(name, has_weights=has_weights)
         except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
             raise DataError(f"{name} is neither a folder nor on the hub ({error})") from error
 

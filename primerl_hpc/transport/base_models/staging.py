@@ -26,6 +26,7 @@ import httpx
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.files import lock_file, read_json_or_none, write_json
+from primerl_hpc.recipe.hub import local_snapshot
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir
@@ -76,25 +77,13 @@ def local_copy(model: str) -> str:
     if readers is None or base is None or run_folder is None:
         return model
     try:
-        source = _shared_folder(model)
+        source = local_snapshot(model)
         if source is None or sum(list_chunks(source).sizes.values()) <= SMALL_BYTES:
             return model
         return str(stage(source, base / "base-models", _meeting(RunDir(run_folder), source, readers)))
     except (OSError, PrimerlError, httpx.HTTPError) as error:
         logger.warning("Copy of %s to %s failed, reading the shared folder: %s", model, base, error)
         return model
-
-
-def _shared_folder(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 def _meeting(run: RunDir, source: Path, readers: Mapping[str, Any]) -> Meeting:

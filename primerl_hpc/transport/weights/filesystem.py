@@ -295,6 +295,24 @@ def shards_of_index(folder: Path) -> dict[str, str]:
         return index["weight_map"]
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model: those of its index alone, without one all of the folder.
+
+    Other files may be copies in the format of another program (``consolidated.safetensors``). Raises DataError if there
+    is none, a listed shard is missing, or its name is not a file in the folder.
+    """
+    if not (folder / INDEX).is_file():
+        if not (files := sorted(folder.glob("*.safetensors"))):
+            raise DataError("the weights folder contains no *.safetensors", location=str(folder))
+        return files
+    names = sorted(set(shards_of_index(folder).values()))
+    files = [listed_file(folder, name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"shard {file.name}, which the index lists, is missing", location=str(folder))
+    return files
+
+
 def manifest_fault(folder: Path) -> str:
     """Return how ``folder`` differs from its manifest; empty if it does not. Raises DataError as `manifest_files`."""
     if not is_there(folder / MANIFEST):

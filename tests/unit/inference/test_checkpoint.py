@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.inference.checkpoint import check_same_model, read_headers
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from primerl_hpc.transport.weights.filesystem import WeightWriter
+from primerl_hpc.transport.weights.filesystem import INDEX, WeightWriter
 
 SHAPES = {"model.embed.weight": (8, 4), "model.layer.weight": (4, 4), "lm_head.weight": (8, 4)}
 
@@ -65,6 +66,28 @@ def test_a_file_of_another_size_than_its_manifest_is_refused(tmp_path: Path) -> 
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="manifest"):
         read_headers(folder)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    """Mistral's folders also contain the weights under other names, and under the same ones."""
+    folder = write_folder(tmp_path)
+    names = list(read_headers(folder))
+    (file,) = folder.glob("*.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, file.name)}))
+    shutil.copy(file, folder / "consolidated.safetensors")
+    save_file({"layers.0.attention.wq.weight": np.zeros((2, 2), np.float32)}, folder / "other.safetensors")
+    assert list(read_headers(folder)) == names
+    assert {info.file for info in read_headers(folder).values()} == {file}
+
+
+def test_layers_for_multi_token_prediction_are_no_part_of_the_comparison(tmp_path: Path) -> None:
+    """DeepSeek-V3 and GLM-4.5 store them after the last layer; the trainer does not write them."""
+    served, update = {"model.layers.0.mlp.weight": (2, 2)}, {"model.layers.0.mlp.weight": (2, 2)}
+    base = write_folder(tmp_path / "base", served | {"model.layers.1.mlp.experts.0.up_proj.weight": (2, 2)})
+    (base / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    new = write_folder(tmp_path / "new", update)
+    for one, other in ((base, new), (new, base)):
+        check_same_model(read_headers(one), read_headers(other), is_tied=False, location="here")
 
 
 def test_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:

@@ -91,6 +91,35 @@ def test_the_row_is_written_with_the_last_task_and_counts_failures_separately():
     assert made.num_open == 0
 
 
+def test_failures_of_the_policy_count_as_unsolved_and_are_not_tried_again() -> None:
+    """4 of 8 tasks are solved, 3 rollouts reach a limit, and one environment server breaks."""
+    made, engine = evaluator(samples=1, tasks=8, evaluated=()), dispatcher()
+    engine.max_retries = 0
+    made.open(10, engine)
+    row = None
+    for index, start in enumerate(engine.next_starts(0)):
+        if index < 4:
+            group = engine.finished(start.rollout_id, rollout(1.0))
+        else:
+            group = engine.failed(start.rollout_id, is_limit=index < 7)
+        assert group is not None, "the group is closed without another try"
+        row = made.add(group)
+    assert row is not None
+    metrics = row[1]
+    assert metrics["eval/held-out/avg@1"] == metrics["eval/held-out/pass@1"] == pytest.approx(4 / 7)
+    assert metrics["eval/held-out/avg_finished@1"] == 1.0
+    assert (metrics["eval/held-out/limited"], metrics["eval/held-out/errors"]) == (3, 4)
+
+
+def test_an_evaluation_does_not_repeat_a_rollout_that_reached_a_limit() -> None:
+    made, engine = evaluator(samples=1, tasks=1, evaluated=()), dispatcher()
+    assert engine.max_retries > 0
+    made.open(10, engine)
+    (start,) = engine.next_starts(0)
+    group = engine.failed(start.rollout_id, is_limit=True)
+    assert group is not None and group.num_limited == 1 and not engine.next_starts(0)
+
+
 def test_all_rollouts_of_an_evaluation_failing_still_gives_a_row():
     made, engine = evaluator(samples=1, tasks=1), dispatcher()
     engine.max_retries = 0
@@ -102,7 +131,8 @@ def test_all_rollouts_of_an_evaluation_failing_still_gives_a_row():
 
 
 @pytest.mark.parametrize(
-    ("samples", "says"), [((2, 2), {"eval/all/pass@2", "eval/all/avg@2"}), ((2, 1), set())]
+    ("samples", "says"),
+    [((2, 2), {"eval/all/pass@2", "eval/all/avg@2", "eval/all/avg_finished@2"}), ((2, 1), set())],
 )
 def test_several_environments_have_a_row_together_and_pass_at_k_where_k_is_one(samples, says):
     environments = Environments(
