@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.safety.decoding import parse_json
-from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
+from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.sft import SFTData
+from primerl_hpc.recipe.sft.folders import data_files
 from primerl_hpc.recipe.sft.rows import Row
 
 
@@ -65,13 +66,16 @@ def _open_path(path: Path, config: SFTData) -> Rows:
         import datasets
 
         saved = datasets.load_from_disk(str(path))
-        return TableRows(str(path), saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved)
-    return ConcatenatedRows([_open_file(file) for file in data_files(path)])
-
-
-def data_files(folder: Path) -> list[Path]:
-    """Return every .jsonl and .parquet file below a folder, sorted by path."""
-    return sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES)
+        if isinstance(saved, datasets.DatasetDict):
+            if config.named_split not in saved:
+                raise DataError(
+                    f"the dataset has no split '{config.named_split}', it has {', '.join(map(str, saved))}",
+                    location=str(path),
+                    hint="set split of this source to one of them",
+                )
+            saved = saved[config.named_split]
+        return TableRows(str(path), saved)
+    return ConcatenatedRows([_open_file(file) for file in data_files(path, config.split)])
 
 
 def _open_file(path: Path) -> Rows:
@@ -95,7 +99,7 @@ def _open_hub(config: SFTData) -> Rows:
 
     missing = (DatasetNotFoundError, HfHubHTTPError, ConnectionError, ValueError)
     try:
-        table = datasets.load_dataset(config.path, config.subset, split=config.split)
+        table = datasets.load_dataset(config.path, config.subset, split=config.named_split)
     except missing as error:
         why = " ".join(str(error).split())
         raise NotFoundError(
@@ -151,12 +155,12 @@ def first_jsonl_rows(path: Path, count: int) -> Iterator[Row]:
             yield parse_line(f"{path}:{number}", line)
 
 
-def first_rows(path: Path, count: int) -> Iterator[Row]:
-    """Yield the first ``count`` rows of a file or folder without reading the rest.
+def first_rows(path: Path, count: int, split: str | None = None) -> Iterator[Row]:
+    """Yield the first ``count`` rows of a file, or of a folder's ``split``, without reading the rest.
 
-    Parquet files are skipped if pyarrow is not installed, as on many login nodes.
+    Parquet files are skipped if pyarrow is not installed, as on many login nodes. Raises DataError as `data_files`.
     """
-    files = data_files(path) if path.is_dir() else [path]
+    files = data_files(path, split) if path.is_dir() else [path]
     return itertools.islice(
         itertools.chain.from_iterable(_first_of_file(file, count) for file in files), count
     )
