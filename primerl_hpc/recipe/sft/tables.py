@@ -12,12 +12,13 @@ import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.safety.decoding import parse_json
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.sft import SFTData
+from primerl_hpc.recipe.sft.arrow import ArrowRows, TableRows
 from primerl_hpc.recipe.sft.folders import data_files
 from primerl_hpc.recipe.sft.rows import Row
 
@@ -172,32 +173,6 @@ def _first_of_file(path: Path, count: int) -> Iterator[Row]:
     elif importlib.util.find_spec("pyarrow") is not None:
         rows = _open_file(path)
         yield from (rows[index] for index in range(min(count, len(rows))))
-
-
-class ArrowRows:
-    """The rows of a Parquet file, as an Arrow table."""
-
-    def __init__(self, location: str, table: Any) -> None:
-        self.location, self.table = location, table
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(f"{self.location}:{index + 1}", self.table.slice(index, 1).to_pylist()[0])
-
-
-class TableRows:
-    """The rows of a dataset of package ``datasets``, which memory-maps it."""
-
-    def __init__(self, location: str, table: Any) -> None:
-        self.location, self.table = location, table
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(f"{self.location}:{index + 1}", self.table[index])
 
 
 class LimitedRows:
