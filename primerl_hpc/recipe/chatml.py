@@ -13,8 +13,9 @@ import renderers as R
 from renderers.base import ParsedResponse, RenderedTokens, extract_message_tool_names
 
 from primerl_hpc.recipe.control_tokens import LiteralTokenizer
+from primerl_hpc.recipe.renderer import CHATML_TOKENS
 
-START, END = "<|im_start|>", "<|im_end|>"
+START, END = CHATML_TOKENS
 
 
 class ChatMLConfig(R.BaseRendererConfig):

@@ -54,13 +54,13 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     text_tokenizer = load_tokenizer(recipe, trainer.folder)
     sources = [open_source(source, world) for source in recipe.sft.sources]
     stream = SFTStream(
-        make_tokenizer(ConcatenatedRows(sources), text_tokenizer, recipe, world),
+        make_tokenizer(ConcatenatedRows(sources), text_tokenizer, trainer),
         recipe.sft,
         seq_len=recipe.seq_len,
         seed=recipe.seed,
         sizes=tuple(len(rows) for rows in sources),
     )
-    validation = validation_rows(recipe, text_tokenizer, world)
+    validation = validation_rows(text_tokenizer, trainer)
     start = broadcast_from_rank0(run.latest_checkpoint() if world.is_leader else None) or 0
     if start:
         progress = load_checkpoint(run, trainer, start)
@@ -184,7 +184,9 @@ def load_tokenizer(recipe: Recipe, folder: Path):
     return AutoTokenizer.from_pretrained(source, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def make_tokenizer(rows: Rows, text_tokenizer, recipe: Recipe, world: World) -> Tokenizer:
+def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
+    recipe, world = trainer.recipe, trainer.world
+
     def gather(own: list) -> list[list]:
         gathered: list = [None] * world.size
         dist.all_gather_object(gathered, own)
@@ -198,15 +200,17 @@ def make_tokenizer(rows: Rows, text_tokenizer, recipe: Recipe, world: World) -> 
         recipe.seq_len,
         Peers(world.rank, world.size, gather),
         lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
+        vocab_size=trainer.vocab_size,
     )
 
 
-def validation_rows(recipe: Recipe, text_tokenizer, world: World) -> list[MicroBatch] | None:
+def validation_rows(text_tokenizer, trainer: Trainer) -> list[MicroBatch] | None:
+    recipe, world = trainer.recipe, trainer.world
     assert recipe.sft is not None
     if recipe.sft.validation is None:
         return None
     rows = open_source(recipe.sft.validation.data, world)
-    tokenizer = make_tokenizer(rows, text_tokenizer, recipe, world)
+    tokenizer = make_tokenizer(rows, text_tokenizer, trainer)
     packed, row_counts = all_rows(tokenizer, recipe.seq_len, recipe.sft.validation.data.path)
     if world.is_leader and (summary := row_counts.summary(f"{len(rows):,} validation rows")):
         log.warning("%s", summary)

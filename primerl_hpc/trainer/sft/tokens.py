@@ -73,7 +73,10 @@ class Tokenizer:
         seq_len: int,
         peers: Peers | None = None,
         make_renderer: Callable[[dict[str, Any]], Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """``vocab_size``: number of the model's embeddings; None: ids are not checked."""
+        self.vocab_size = vocab_size
         self.rows, self.seq_len, self.peers = rows, seq_len, peers or Peers()
         self.trains_assistant = mask.assistant
         self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
@@ -123,6 +126,12 @@ class Tokenizer:
         except Exception as error:  # renderers and Jinja may raise anything for unexpected input
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"the row cannot be rendered ({cause:.300})", location=row.location) from error
+        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
+            raise DataError(
+                f"the row has token id {max(ids)}, but the model has {self.vocab_size} embeddings",
+                location=row.location,
+                hint="set model.tokenizer to the tokenizer of the model, or enlarge the model's embeddings",
+            )
         sample = SFTSample(
             np.array(ids[: self.seq_len], np.int32),
             np.array(is_trained[: self.seq_len], np.bool_),

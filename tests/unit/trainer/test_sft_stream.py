@@ -110,6 +110,14 @@ def test_long_samples_are_cut_to_seq_len(renderer):
     assert len(tokenizer[0].input_ids) == 32
 
 
+def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_named(renderer):
+    rows = rows_of({"prompt": "a", "completion": "b"})
+    highest = max(Tokenizer(rows, renderer, LossMask(), 32).make(rows[0]).input_ids)
+    Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest + 1).prepare([0])
+    with pytest.raises(DataError, match=rf"data\.jsonl:1: the row has token id {highest}, but the model"):
+        Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest).prepare([0])
+
+
 def test_rows_without_a_trained_token_are_skipped_and_all_such_is_an_error(renderer):
     config = SFT(data=SFTData(path="x"), batch_unit="samples", batch_size=2, shuffle=False)
     rows = rows_of({"messages": [{"role": "user", "content": "u"}]}, {"prompt": "p", "completion": "c"})
