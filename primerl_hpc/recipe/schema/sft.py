@@ -89,7 +89,7 @@ class SFT(Block):
     model_dropout: Bool = False
     """Train with the dropout rates of the model's config.json. Default: all dropout is 0, as always in kind rl."""
     shuffle: Bool = True
-    """Shuffle rows in every epoch, with ``seed`` + epoch as the random seed."""
+    """Shuffle rows in every epoch, with ``seed`` and the epoch as the random seed."""
     validation: SFTValidation | None = None
     """Validation on rows that are not trained on. Default (null): no validation."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import importlib.util
 import itertools
-import mmap
+import os
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -111,30 +112,47 @@ def _open_hub(config: SFTData) -> Rows:
 
 
 class JsonlRows:
-    """The rows of a JSONL file; blank lines are skipped. Access raises DataError for a line that is not a JSON
-    object."""
+    """The rows of a JSONL file; blank lines are skipped.
+
+    Access raises DataError for a line that is not a JSON object, and if the file was written over in the meantime: a
+    memory map of a file that became shorter would end the process with SIGBUS. Rows may be appended to the file; they
+    are not read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[int] = []  # line numbers, from 1
-        self.starts: list[int] = []  # byte offsets
+        self.lines = array("Q")  # line numbers, from 1
+        self.starts = array("Q")  # byte offsets
         offset = 0
+        line = b""
+        self._file = path.open("rb", buffering=0)
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self.lines.append(number)
                     self.starts.append(offset)
                 offset += len(line)
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if offset else b""
+        self._end, self._has_last_newline = offset, line.endswith(b"\n")
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Row:
-        start = self.starts[index]
-        end = self._map.find(b"\n", start)
-        line = self._map[start : end if end >= 0 else len(self._map)]
-        return parse_line(f"{self.path}:{self.lines[index]}", line)
+        index = range(len(self.starts))[index]
+        start, location = self.starts[index], f"{self.path}:{self.lines[index]}"
+        is_last = index + 1 == len(self.starts)
+        end = self._end if is_last else self.starts[index + 1]
+        before = min(start, 1)  # the end of the previous line
+        data = os.pread(self._file.fileno(), before + end - start, start - before)
+        line = data[before:]
+        is_line = line.endswith(b"\n") or (is_last and not self._has_last_newline)
+        if len(line) < end - start or data[:before] not in (b"", b"\n") or not is_line:
+            raise DataError(
+                "the file changed after the run opened it",
+                location=location,
+                hint="restore the file and resume the run",
+            )
+        return parse_line(location, line)
 
 
 def parse_line(location: str, line: bytes) -> Row:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+ORDER_VERSION = 2
+"""Version of the order of rows, which a checkpoint stores. Positions of checkpoints without it are of version 1, whose
+epoch e with seed s had the order of epoch e - 1 with seed s + 1."""
 FIRST_DRAWS = 1024  # size of the first draw of sources; each further draw doubles their number
 
 
@@ -25,10 +28,11 @@ class Mixture:
     """``all_exhausted``: smaller sources restart until the last is exhausted. False: the first one ends the epoch."""
     shuffle: bool = True
     seed: int = 0
+    version: int = ORDER_VERSION
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the row numbers of one epoch; epochs count from 0."""
-        generator = np.random.default_rng(self.seed + epoch)
+        generator = np.random.default_rng([self.seed, epoch] if self.version > 1 else self.seed + epoch)
         if self.probabilities is None:
             total = sum(self.sizes)
             return generator.permutation(total) if self.shuffle else np.arange(total)

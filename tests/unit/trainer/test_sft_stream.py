@@ -514,7 +514,7 @@ def test_rows_that_are_cut_or_skipped_are_counted_once_and_after_a_resume(render
         "of 4 rows, 1 cut at seq_len (first: data.jsonl:2) and "
         "2 skipped without a trained token (first: data.jsonl:3)"
     )
-    assert stream.progress == {"position": 4, "num_cut": 1, "num_skipped": 2}
+    assert stream.progress == {"order": 2, "position": 4, "num_cut": 1, "num_skipped": 2}
     third = stream.next_batch().metrics
     assert (third["progress/num_cut"], third["progress/total_cut"], third["progress/total_skipped"]) == (
         0,
