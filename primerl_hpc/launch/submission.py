@@ -26,6 +26,7 @@ from primerl_hpc.launch.environments import check_environments
 from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.follow_up import after_of
 from primerl_hpc.launch.fork import import_checkpoint
+from primerl_hpc.launch.planning.chat_template import renderer_warning
 from primerl_hpc.launch.planning.forecast import (
     MeasuredLengths,
     PlanForecast,
@@ -298,6 +299,8 @@ def check(
     for warning in check_packages(plan, profile.profile, command):
         notice(f"warning: {warning}")
     check_environments(plan, profile, loaded.document)
+    if warning := renderer_warning(recipe, profile):
+        notice(f"warning: {warning}")
     try:
         warnings = check_needs(plan, profile.profile, command)
     except NotFoundError as error:
