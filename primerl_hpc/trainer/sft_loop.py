@@ -17,7 +17,7 @@ from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.sft import SFT, SFTData
-from primerl_hpc.recipe.sft.tables import ConcatenatedRows, Rows, is_on_hub, open_rows
+from primerl_hpc.recipe.sft.tables import ConcatenatedRows, Rows, blocks_of, is_on_hub, open_rows
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.checkpoint.checkpoint import is_due, load_checkpoint, prune_checkpoints
@@ -61,6 +61,7 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
         seq_len=recipe.seq_len,
         seed=recipe.seed,
         sizes=tuple(len(rows) for rows in sources),
+        blocks=tuple(blocks_of(rows) for rows in sources),
     )
     data = data_of_all_ranks(sources, recipe.sft, world)
     validation = validation_rows(text_tokenizer, trainer)

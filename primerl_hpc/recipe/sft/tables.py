@@ -19,9 +19,11 @@ from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.safety.decoding import parse_json
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.sft import SFTData
-from primerl_hpc.recipe.sft.arrow import ArrowRows, TableRows
+from primerl_hpc.recipe.sft.arrow import ParquetRows, TableRows
 from primerl_hpc.recipe.sft.folders import data_files
 from primerl_hpc.recipe.sft.rows import Row
+
+EVEN_BLOCK = 1024
 
 
 class Rows(Protocol):
@@ -29,6 +31,11 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Row: ...
+
+
+def blocks_of(rows: Rows) -> tuple[int, ...]:
+    """Return the numbers of consecutive rows that are decoded together; empty if any row can be read by itself."""
+    return getattr(rows, "blocks", ())
 
 
 def open_rows(config: SFTData) -> Rows:
@@ -82,13 +89,7 @@ def _open_path(path: Path, config: SFTData) -> Rows:
 
 def _open_file(path: Path) -> Rows:
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            return ArrowRows(str(path), pyarrow.parquet.read_table(path, memory_map=True))
-        except (pyarrow.ArrowException, OSError) as error:
-            why = " ".join(str(error).split())
-            raise DataError(f"cannot read the Parquet file ({why})", location=str(path)) from error
+        return ParquetRows(path)
     if path.suffix == ".jsonl":
         return JsonlRows(path)
     raise DataError("SFT data must be a .jsonl or .parquet file", location=str(path))
@@ -198,6 +199,11 @@ class LimitedRows:
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows, self.count = rows, min(count, len(rows))
+        starts = itertools.accumulate(blocks_of(rows), initial=0)
+        lengths = (
+            min(size, self.count - start) for start, size in zip(starts, blocks_of(rows), strict=False)
+        )
+        self.blocks = tuple(length for length in lengths if length > 0)
 
     def __len__(self) -> int:
         return self.count
@@ -212,6 +218,9 @@ class ConcatenatedRows:
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = parts
         self.ends = list(itertools.accumulate(len(part) for part in parts))
+        self.blocks: tuple[int, ...] = ()
+        if any(blocks_of(part) for part in parts):
+            self.blocks = tuple(size for part in parts for size in blocks_of(part) or _even_blocks(len(part)))
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -219,3 +228,8 @@ class ConcatenatedRows:
     def __getitem__(self, index: int) -> Row:
         part = bisect.bisect_right(self.ends, index)
         return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+
+
+def _even_blocks(count: int) -> list[int]:
+    """Divide rows that can be read one by one into blocks, so that they mix with the row groups of other files."""
+    return [min(EVEN_BLOCK, count - start) for start in range(0, count, EVEN_BLOCK)]

@@ -4,20 +4,21 @@
     check_same(progress.get("data"), data, paths, accepted=False)
 
 A fingerprint covers the contents of 64 rows, at 16 places spread evenly over the source, and no times or names of
-files: a copy, and the same rows as JSONL or Parquet, are the same data. With the number of rows it detects what moves
-rows to other numbers (rows that were added, removed, sorted or replaced) without reading a large file completely. A
-correction within a row that was not sampled is not detected; it does not move other rows.
+files: a copy is the same data. With the number of rows it detects what moves rows to other numbers (rows that were
+added, removed, sorted or replaced) without reading a large file completely. A correction within a row that was not
+sampled is not detected; it does not move other rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.recipe.sft.tables import Rows
+from primerl_hpc.recipe.sft.tables import Rows, blocks_of
 
 PLACES = 16
 ROWS_PER_PLACE = 4  # neighbors, which Parquet stores in one row group
@@ -28,8 +29,13 @@ HINT = (
 
 
 def describe(sources: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Return the number of rows and the fingerprint of each source. Raises DataError for a row that cannot be read."""
-    return [{"rows": len(rows), "fingerprint": fingerprint(rows)} for rows in sources]
+    """Return number of rows and fingerprint of each source, and the CRC-32 of the sizes of its Parquet row groups, on
+    which the order depends. Raises DataError for a row that cannot be read."""
+    return [
+        {"rows": len(rows), "fingerprint": fingerprint(rows)}
+        | ({"row_groups": zlib.crc32(repr(blocks).encode())} if (blocks := blocks_of(rows)) else {})
+        for rows in sources
+    ]
 
 
 def fingerprint(rows: Rows) -> str:
@@ -74,4 +80,6 @@ def check_same(saved: object, now: list[dict[str, Any]], paths: Sequence[str], *
 def _change(before: dict[str, Any], after: dict[str, Any]) -> str:
     if before["rows"] != after["rows"]:
         return f"{after['rows']:,} rows, {before['rows']:,} at the checkpoint"
+    if before["fingerprint"] == after["fingerprint"]:
+        return "the same rows are in other Parquet row groups, or in a file of another format"
     return f"of {after['rows']:,} rows, some have other contents or another order"

@@ -79,9 +79,11 @@ class SFTStream:
         seq_len: int,
         seed: int,
         sizes: tuple[int, ...] | None = None,
+        blocks: tuple[tuple[int, ...], ...] = (),
         position: int = 0,
     ) -> None:
-        """``sizes``: rows of each of the config's sources; default: all rows belong to one source."""
+        """``sizes``: rows of each of the config's sources; default: all rows belong to one source. ``blocks``: of each
+        source, the rows of its blocks, see `Mixture`."""
         self.tokenizer, self.config, self.seq_len = tokenizer, config, seq_len
         sizes = sizes or (len(tokenizer),)
         self._ends = list(itertools.accumulate(sizes))
@@ -93,6 +95,7 @@ class SFTStream:
                 ends_with_last=config.stopping == "all_exhausted",
                 shuffle=config.shuffle,
                 seed=seed,
+                blocks=blocks,
             )
         )
         self.position = position  # samples taken so far

@@ -7,6 +7,7 @@ a prefix of the next: any other row is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ class Samples(Protocol):
     def prepare(self, indices: list[int]) -> None: ...
 
 
+def shares_of(indices: list[int], num_peers: int) -> list[list[int]]:
+    """Divide sorted rows into a share of neighbors for each peer, so that each decodes few row groups."""
+    bounds = [len(indices) * peer // num_peers for peer in range(num_peers + 1)]
+    return [indices[start:end] for start, end in itertools.pairwise(bounds)]
+
+
 class Tokenizer:
     """Converts rows to samples, each computed once by one of the peers and cached while there is room.
 
@@ -98,9 +105,10 @@ class Tokenizer:
         if not missing:
             return
         self._evict(wanted)
-        own_samples = [self.make(self.rows[index]) for index in missing[self.peers.rank :: self.peers.size]]
-        for rank, samples in enumerate(self.peers.gather(own_samples)):
-            self._samples.update(zip(missing[rank :: self.peers.size], samples, strict=True))
+        shares = shares_of(sorted(missing), self.peers.size)
+        own_samples = [self.make(self.rows[index]) for index in shares[self.peers.rank]]
+        for share, samples in zip(shares, self.peers.gather(own_samples), strict=True):
+            self._samples.update(zip(share, samples, strict=True))
         self._kept_tokens += sum(len(self._samples[index].input_ids) for index in missing)
 
     def _evict(self, wanted: dict[int, None]) -> None:

@@ -21,7 +21,7 @@ from primerl_hpc.trainer.sft import stream as sft_data
 from primerl_hpc.trainer.sft import tokens as sft_tokens
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
-from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer
+from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, shares_of
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.hub import serve_hub
 
@@ -178,7 +178,7 @@ def test_peers_share_the_work_and_get_the_same_samples(renderer):
     rows = demonstrations(10)
     alone = Tokenizer(rows, renderer, LossMask(), 48)
     alone.prepare(list(range(10)))
-    shares = [[alone.make(row) for row in rows[rank::3]] for rank in range(3)]
+    shares = [[alone.make(rows[index]) for index in share] for share in shares_of(list(range(10)), 3)]
     shared = Tokenizer(rows, renderer, LossMask(), 48, Peers(0, 3, lambda own: [own, *shares[1:]]))
     shared.prepare(list(range(10)))
     for index in range(10):
@@ -222,7 +222,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(whole[:100] + bytes(1000) + whole[1100:])
     for name in ("none", "cut"):
         with pytest.raises(DataError, match=rf"{name}\.parquet: cannot read the Parquet file \("):
-            open_rows(SFTData(path=str(tmp_path / f"{name}.parquet")))
+            all_values(open_rows(SFTData(path=str(tmp_path / f"{name}.parquet"))))
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))

@@ -44,22 +44,28 @@ def test_a_resume_with_other_rows_ends_with_a_sentence_and_an_option(tmp_path, t
     assert check_same(saved, now, ["a.jsonl"], accepted=True) == f"a.jsonl: {cause}"
 
 
-def test_the_same_rows_are_the_same_data_wherever_and_however_they_are_stored(tmp_path):
+def test_a_copy_and_a_longer_file_with_the_same_limit_are_the_same_data(tmp_path):
+    saved = describe_file(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    os.utime(tmp_path / "a.jsonl", (0, 0))
+    longer = write_jsonl(tmp_path / "c.jsonl", [*TEXTS, "more"])
+    for now in (describe_file(tmp_path / "a.jsonl"), describe_file(longer, num_rows=len(TEXTS))):
+        assert check_same(saved, now, ["x"], accepted=False) == ""
+    assert check_same(None, saved, ["x"], accepted=False) == ""  # a checkpoint of an earlier version
+
+
+def test_the_same_rows_in_other_row_groups_have_another_order(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
     saved = describe_file(write_jsonl(tmp_path / "a.jsonl", TEXTS))
-    os.utime(tmp_path / "a.jsonl", (0, 0))
     table = pyarrow.Table.from_pylist([{"prompt": text, "completion": "c"} for text in TEXTS])
-    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
-    longer = write_jsonl(tmp_path / "c.jsonl", [*TEXTS, "more"])
-    for now in (
-        describe_file(tmp_path / "a.jsonl"),
-        describe_file(tmp_path / "b.parquet"),
-        describe_file(longer, num_rows=len(TEXTS)),
-    ):
-        assert check_same(saved, now, ["x"], accepted=False) == ""
-    assert check_same(None, saved, ["x"], accepted=False) == ""  # a checkpoint of an earlier version
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=50)
+    found = describe_file(tmp_path / "b.parquet")
+    assert [entry["fingerprint"] for entry in found] == [entry["fingerprint"] for entry in saved]
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=60)
+    for before in (saved, describe_file(tmp_path / "c.parquet")):
+        with pytest.raises(DataError, match="the same rows are in other Parquet row groups"):
+            check_same(before, found, ["x"], accepted=False)
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, 65, 1000])
