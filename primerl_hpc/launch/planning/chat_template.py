@@ -39,7 +39,7 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile) -> str:
     answer = ask(
         software.python or interpreter_here(profile),
         variables,
-        "primerl_hpc.recipe.template_comparison",
+        "primerl_hpc.recipe.chat_template.template_comparison",
         request,
     )
     if isinstance(answer, str):

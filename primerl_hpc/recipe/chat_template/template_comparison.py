@@ -1,4 +1,6 @@
-"""Compare a renderer with the chat template of its tokenizer: ``python -m primerl_hpc.recipe.template_comparison``.
+"""Compare a renderer with the chat template of its tokenizer.
+
+``python -m primerl_hpc.recipe.chat_template.template_comparison``, JSON in, JSON out:
 
     stdin   {"name": "/models/my-qwen3", "renderer": {"name": "chatml"}}          model block of a recipe
     stdout  {"difference": "token 3: the renderer writes 'user', the chat template 'system'"}
