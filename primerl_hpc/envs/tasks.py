@@ -7,7 +7,9 @@ The orchestrator loads the tasks and sends the data of a task with each request;
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,14 @@ class EnvironmentTask:
     """Stable id of the task, the same in every run."""
     data: dict[str, Any]
     """The data that an environment server needs to run the task (JSON)."""
+
+
+def fingerprint_of(tasks: Sequence[EnvironmentTask]) -> str:
+    """Return 16 hexadecimal digits that depend on the keys of the tasks and their order."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(f"{len(task.key)} {task.key}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def resolve_environment(environment: Environment) -> Any:

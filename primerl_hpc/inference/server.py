@@ -228,8 +228,8 @@ def _sleep_level(phase: PhasePlan) -> int:
 
 def _template_settings(recipe: Recipe) -> frozenset[str]:
     """Return the names that ``chat_template_kwargs`` of requests may set; none if the tokenizer cannot be loaded."""
+    from primerl_hpc.recipe.chat_template.template_settings import template_settings
     from primerl_hpc.recipe.renderer import load_tokenizer
-    from primerl_hpc.recipe.template_settings import template_settings
 
     try:
         return template_settings(load_tokenizer(recipe.model))

@@ -81,17 +81,26 @@ def _look_up(
     python: str, variables: Mapping[str, str], environments: list[Environment]
 ) -> dict[str, Any] | str:
     """Return the output of `primerl_hpc.envs.lookup`, or text that explains why there is none."""
-    paths = [package_root(), variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
-    environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    environ["PYTHONSAFEPATH"] = "1"  # as for roles: modules in the working directory are not imported
     blocks = [
         environment.model_dump(mode="json", include={"id", "args", "env_args"})
         for environment in environments
     ]
+    answer = ask(python, variables, "primerl_hpc.envs.lookup", blocks)
+    return answer if isinstance(answer, str) or answer["has_verifiers"] else f"{python} has no verifiers here"
+
+
+def ask(python: str, variables: Mapping[str, str], module: str, request: Any) -> dict[str, Any] | str:
+    """Return the output of a module of this package in a role's interpreter, or text that explains why there is none.
+
+    The module reads ``request`` as JSON from stdin; its last line is a JSON object.
+    """
+    paths = [package_root(), variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environ["PYTHONSAFEPATH"] = "1"  # as for roles: modules in the working directory are not imported
     try:
         done = subprocess.run(
-            [python, "-m", "primerl_hpc.envs.lookup"],
-            input=json.dumps(blocks),
+            [python, "-m", module],
+            input=json.dumps(request),
             env=environ,
             capture_output=True,
             text=True,
@@ -106,7 +115,7 @@ def _look_up(
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return f"{python} cannot be run here ({last})"
-    return answer if answer["has_verifiers"] else f"{python} has no verifiers here"
+    return answer
 
 
 def _note(reason: str) -> None:

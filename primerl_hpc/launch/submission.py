@@ -26,6 +26,7 @@ from primerl_hpc.launch.environments import check_environments
 from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.follow_up import after_of
 from primerl_hpc.launch.fork import import_checkpoint
+from primerl_hpc.launch.planning.chat_template import renderer_warning
 from primerl_hpc.launch.planning.forecast import (
     MeasuredLengths,
     PlanForecast,
@@ -37,6 +38,7 @@ from primerl_hpc.launch.planning.forecast import (
 from primerl_hpc.launch.planning.hour_budget import hours_warning, with_budget
 from primerl_hpc.launch.planning.metric_keys import check_metric_keys
 from primerl_hpc.launch.planning.model_config import check_positions, refuse_untrainable
+from primerl_hpc.launch.planning.token_ids import check_token_ids
 from primerl_hpc.launch.prefetch.check import check_needs, check_packages, package_needs, prefetch_command
 from primerl_hpc.launch.prefetch.packages import package_records
 from primerl_hpc.launch.prepare import (
@@ -286,6 +288,8 @@ def check(
     if plan.bundle is not None and (change := note_changes(Path(plan.bundle.path), Path(sys.prefix))):
         notice(f"warning: {change}")
     refuse_untrainable_model(plan, profile.profile)
+    recipe = plan.phase(MAIN_PHASE).recipe
+    check_token_ids(recipe, hub_variables(recipe, profile.profile))
     if submission.forecast is not None:
         check_forecast(submission.forecast)
     if warning := hours_warning(plan, submission.forecast):
@@ -295,6 +299,8 @@ def check(
     for warning in check_packages(plan, profile.profile, command):
         notice(f"warning: {warning}")
     check_environments(plan, profile, loaded.document)
+    if warning := renderer_warning(recipe, profile):
+        notice(f"warning: {warning}")
     try:
         warnings = check_needs(plan, profile.profile, command)
     except NotFoundError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from primerl_hpc.envs.tasks import fingerprint_of
 from primerl_hpc.orchestrator.batches.batcher import BatchBuilder
 from primerl_hpc.orchestrator.checkpoint.state import LoopState
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_bounds
@@ -73,6 +74,8 @@ def build_sampler(recipe: Recipe, envs: dict[Split, list[EnvHandle]]) -> TaskSam
         [environment.ratio for environment in environments],
         recipe.seed,
         [environment.curriculum for environment in environments],
+        [fingerprint_of(handle.tasks) for handle in envs[Split.TRAIN]],
+        accepts_changes=recipe.checkpoint.accept_changed_data,
     )
 
 

@@ -13,8 +13,10 @@ import renderers as R
 from renderers.base import ParsedResponse, RenderedTokens, extract_message_tool_names
 
 from primerl_hpc.recipe.control_tokens import LiteralTokenizer
+from primerl_hpc.recipe.renderer import CHATML_TOKENS
+from primerl_hpc.recipe.stop_tokens import with_engine_stops, without_final_stops
 
-START, END = "<|im_start|>", "<|im_end|>"
+START, END = CHATML_TOKENS
 
 
 class ChatMLConfig(R.BaseRendererConfig):
@@ -36,6 +38,7 @@ class ChatMLRenderer:
             raise ValueError(
                 f"renderer 'chatml' needs the tokens {START} and {END}, but the tokenizer does not have them"
             )
+        self.stops = with_engine_stops(tokenizer, [self.end])
 
     def render(
         self, messages: list[Any], *, tools: Any = None, add_generation_prompt: bool = False, **_: Any
@@ -54,14 +57,12 @@ class ChatMLRenderer:
         return self.render(messages, **kwargs).token_ids
 
     def get_stop_token_ids(self) -> list[int]:
-        return [self.end]
+        return list(self.stops)
 
     def parse_response(
         self, token_ids: list[int], *, tools: Any = None, prompt_ids: Any = None
     ) -> ParsedResponse:
-        ids = list(token_ids)
-        while ids and ids[-1] == self.end:
-            ids.pop()
+        ids = without_final_stops(token_ids, self.stops)
         return ParsedResponse(content=self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def bridge_to_next_turn(
@@ -76,7 +77,7 @@ class ChatMLRenderer:
         if any(message["role"] == "assistant" for message in new_messages):
             return None
         prior = [*prev_prompt, *prev_completion]
-        if prior[-1] != self.end:  # Close a truncated completion by a stop token that is not trained.
+        if prior[-1] not in self.stops:  # Close a truncated completion by a stop token that is not trained.
             prior.append(self.end)
         prior += self._encode("\n")
         ids, indices, _, content = self._emit(new_messages, True)

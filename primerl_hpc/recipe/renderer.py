@@ -19,6 +19,8 @@ from primerl_hpc.recipe.schema.recipe import Recipe
 
 OWN_RENDERERS = {"chatml": "primerl_hpc.recipe.chatml.ChatMLRenderer"}
 """Renderers of this package: name → import path."""
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""Special tokens of renderer ``chatml``: start and end of a message."""
 WITHOUT_TOOLS = ("chatml",)
 """Names of renderers that do not render tools."""
 LITERAL = "primerl_hpc.recipe.literal_renderer.LiteralRenderer"

@@ -22,8 +22,9 @@ from primerl_hpc.recipe.schema.recipe import Model, Recipe
 from primerl_hpc.recipe.schema.run import Fork
 from primerl_hpc.recipe.schema.sft import SFT, SFTData
 from primerl_hpc.recipe.schema.training import ABSORBED, LoRA
+from primerl_hpc.recipe.sft.folders import data_files
 from primerl_hpc.recipe.sft.rows import check_row
-from primerl_hpc.recipe.sft.tables import data_files, first_rows
+from primerl_hpc.recipe.sft.tables import first_rows
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
 
@@ -289,18 +290,19 @@ def _resolve_data(data: SFTData, model: Model, context: _Context, path: tuple[st
                 location=context.document.location((*path, "path")),
                 hint="give a file, a folder, or a hub id (owner/name)",
             )
-        check_rows(found, min(data.num_rows or CHECKED_ROWS, CHECKED_ROWS), model.renderer.name)
+        count = min(data.num_rows or CHECKED_ROWS, CHECKED_ROWS)
+        check_rows(found, count, model.renderer.name, data.split)
     return data.model_copy(update={"path": str(found)})
 
 
-def check_rows(path: Path, count: int, renderer: str) -> None:
+def check_rows(path: Path, count: int, renderer: str, split: str | None = None) -> None:
     """Check that the first ``count`` rows hold conversations that ``renderer`` can render.
 
-    Raises DataError with file, row and column.
+    ``split``: the split of a folder. Raises DataError with file, row and column, or for a folder of several splits.
     """
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return  # Only package datasets can read it, which may be missing on a login node.
-    if not (data_files(path) if path.is_dir() else path.suffix in SUFFIXES):
+    if not (data_files(path, split) if path.is_dir() else path.suffix in SUFFIXES):
         raise DataError(
             "there are no SFT rows",
             location=str(path),
@@ -308,7 +310,7 @@ def check_rows(path: Path, count: int, renderer: str) -> None:
         )
     without_tools = f"renderer '{renderer}'" if renderer in WITHOUT_TOOLS else None
     num_rows = 0
-    for row in first_rows(path, count):
+    for row in first_rows(path, count, split):
         check_row(row, without_tools)
         num_rows += 1
     if path.suffix == ".jsonl" and not num_rows:

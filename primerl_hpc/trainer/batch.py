@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from primerl_hpc.common.errors import DataError
 from primerl_hpc.transport.rollouts.types import MicroBatch
 
 COMPONENTS = ("rl", "ce", "ref_kl")
@@ -86,6 +87,21 @@ def stack_rows(rows: list[MicroBatch], seq_len: int, device: torch.device) -> li
 def predicted_tokens(row: MicroBatch) -> NDArray[np.int64]:
     """Return the indices of the row's tokens with a loss, except the first of a sample, which nothing predicts."""
     return np.flatnonzero((row.loss_mask | (row.weights("ce") != 0)) & (row.position_ids != 0))
+
+
+def check_token_ids(rows: list[MicroBatch], vocab_size: int) -> None:
+    """Raise DataError for a token that the model has no embedding for: in a kernel it would be an error without a name.
+
+    ``vocab_size``: number of embeddings.
+    """
+    for row in rows:
+        wrong = np.flatnonzero((row.input_ids < 0) | (row.input_ids >= vocab_size))
+        if len(wrong):
+            raise DataError(
+                f"token id {row.input_ids[wrong[0]]} of a batch is not among the model's {vocab_size} embeddings "
+                f"(token {row.position_ids[wrong[0]]} of its sample)",
+                hint="set model.tokenizer to the tokenizer of the model, or enlarge the model's embeddings",
+            )
 
 
 def make_batch(rows: list[MicroBatch], device: torch.device) -> TokenBatch:

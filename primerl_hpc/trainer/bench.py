@@ -65,7 +65,7 @@ def bench(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tu
             assert recipe.sft is not None  # validated with the recipe
             rows = SyntheticRows(request, recipe.seed)
             stream = SFTStream(rows, recipe.sft, seq_len=recipe.seq_len, seed=recipe.seed)
-            ended = sft.train_steps(run, trainer, stream, None, sft.Outputs(saver, files), 0)
+            ended = sft.train_steps(run, trainer, stream, None, sft.Outputs(saver, files, data=[]), 0)
         else:
             ended = rl.train_steps(run, make_publisher(run, trainer), saver, 0, AlwaysOnDevice(), files)
     memories: list = [None] * world.size

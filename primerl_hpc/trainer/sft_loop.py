@@ -12,11 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from primerl_hpc.common.errors import DataError
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.recipe import Recipe
-from primerl_hpc.recipe.schema.sft import SFTData
-from primerl_hpc.recipe.sft.tables import ConcatenatedRows, Rows, is_on_hub, open_rows
+from primerl_hpc.recipe.schema.sft import SFT, SFTData
+from primerl_hpc.recipe.sft.tables import ConcatenatedRows, Rows, blocks_of, is_on_hub, open_rows
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.checkpoint.checkpoint import is_due, load_checkpoint, prune_checkpoints
@@ -32,7 +33,8 @@ from primerl_hpc.trainer.control import (
 from primerl_hpc.trainer.parallel.mesh import local_rank_zero_first
 from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, broadcast_from_rank0
-from primerl_hpc.trainer.sft.stream import RowCounts, SFTStream, all_rows
+from primerl_hpc.trainer.sft.identity import check_same, describe
+from primerl_hpc.trainer.sft.stream import SFTStream, all_rows
 from primerl_hpc.trainer.sft.tokens import Peers, Tokenizer
 from primerl_hpc.trainer.train_step import Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
@@ -54,22 +56,30 @@ def train_sft(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -
     text_tokenizer = load_tokenizer(recipe, trainer.folder)
     sources = [open_source(source, world) for source in recipe.sft.sources]
     stream = SFTStream(
-        make_tokenizer(ConcatenatedRows(sources), text_tokenizer, recipe, world),
+        make_tokenizer(ConcatenatedRows(sources), text_tokenizer, trainer),
         recipe.sft,
         seq_len=recipe.seq_len,
         seed=recipe.seed,
         sizes=tuple(len(rows) for rows in sources),
+        blocks=tuple(blocks_of(rows) for rows in sources),
     )
-    validation = validation_rows(recipe, text_tokenizer, world)
+    data = data_of_all_ranks(sources, recipe.sft, world)
+    validation = validation_rows(text_tokenizer, trainer)
     start = broadcast_from_rank0(run.latest_checkpoint() if world.is_leader else None) or 0
     if start:
         progress = load_checkpoint(run, trainer, start)
-        stream.position = progress.get("position", 0)
-        stream.row_counts = RowCounts(progress.get("num_cut", 0), progress.get("num_skipped", 0))
+        if change := check_same(
+            progress.get("data"),
+            data,
+            [source.path for source in recipe.sft.sources],
+            accepted=recipe.checkpoint.accept_changed_data,
+        ):
+            log.warning("continuing at the same position of changed data: %s", change)
+        stream.restore(progress)
         log.info("resumed from checkpoint %d", start)
     report_start(run, world)
     with Saver(run, trainer, SIDES) as saver, StepFiles() as files:
-        outcome, step = train_steps(run, trainer, stream, validation, Outputs(saver, files), start)
+        outcome, step = train_steps(run, trainer, stream, validation, Outputs(saver, files, data), start)
         if outcome == "done" or is_goal_reached(run, world):
             watchdog.heartbeat("writing the last weights")
             publish(run, trainer, step)
@@ -139,6 +149,8 @@ class Outputs:
 
     saver: Saver
     files: StepFiles
+    data: list[dict[str, Any]]
+    """Identity of the data, see `describe`."""
     is_postponed: bool = False
 
     def save(self, run: RunDir, step: int, progress: dict[str, Any], request: Requests) -> dict[str, float]:
@@ -156,7 +168,7 @@ class Outputs:
             self.is_postponed = False
             saver.trainer.watchdog.heartbeat(f"step {step}, saving")
             started = time.perf_counter()
-            saver.save(step, progress, in_background=request.can_wait)
+            saver.save(step, progress | {"data": self.data}, in_background=request.can_wait)
             timings["time/save_ckpt"] = time.perf_counter() - started
             if request == Requests.CHECKPOINT:
                 clear_checkpoint_request(run, world)
@@ -177,6 +189,22 @@ def open_source(config: SFTData, world: World) -> Rows:
         return open_rows(config)
 
 
+def data_of_all_ranks(sources: list[Rows], config: SFT, world: World) -> list[dict[str, Any]]:
+    """Return the identity of the data, as the first rank reads it. Collective.
+
+    Raises DataError on a rank that has another number of rows: the ranks would form different batches.
+    """
+    data = broadcast_from_rank0(describe(sources) if world.is_leader else None)
+    for source, rows, expected in zip(config.sources, sources, data, strict=True):
+        if len(rows) != expected["rows"]:
+            raise DataError(
+                f"rank {world.rank} finds {len(rows):,} rows, rank 0 finds {expected['rows']:,}",
+                location=source.path,
+                hint="do not change the data while a run starts, and use a path that all nodes share",
+            )
+    return data
+
+
 def load_tokenizer(recipe: Recipe, folder: Path):
     from transformers import AutoTokenizer
 
@@ -184,7 +212,9 @@ def load_tokenizer(recipe: Recipe, folder: Path):
     return AutoTokenizer.from_pretrained(source, trust_remote_code=recipe.model.trust_remote_code)
 
 
-def make_tokenizer(rows: Rows, text_tokenizer, recipe: Recipe, world: World) -> Tokenizer:
+def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
+    recipe, world = trainer.recipe, trainer.world
+
     def gather(own: list) -> list[list]:
         gathered: list = [None] * world.size
         dist.all_gather_object(gathered, own)
@@ -198,15 +228,17 @@ def make_tokenizer(rows: Rows, text_tokenizer, recipe: Recipe, world: World) -> 
         recipe.seq_len,
         Peers(world.rank, world.size, gather),
         lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
+        vocab_size=trainer.vocab_size,
     )
 
 
-def validation_rows(recipe: Recipe, text_tokenizer, world: World) -> list[MicroBatch] | None:
+def validation_rows(text_tokenizer, trainer: Trainer) -> list[MicroBatch] | None:
+    recipe, world = trainer.recipe, trainer.world
     assert recipe.sft is not None
     if recipe.sft.validation is None:
         return None
     rows = open_source(recipe.sft.validation.data, world)
-    tokenizer = make_tokenizer(rows, text_tokenizer, recipe, world)
+    tokenizer = make_tokenizer(rows, text_tokenizer, trainer)
     packed, row_counts = all_rows(tokenizer, recipe.seq_len, recipe.sft.validation.data.path)
     if world.is_leader and (summary := row_counts.summary(f"{len(rows):,} validation rows")):
         log.warning("%s", summary)

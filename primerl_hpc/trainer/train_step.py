@@ -22,7 +22,7 @@ import torch.distributed as dist
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.recipe.schedules import lr_factor
 from primerl_hpc.recipe.schema.recipe import Recipe
-from primerl_hpc.trainer.batch import make_batch, stack_rows
+from primerl_hpc.trainer.batch import check_token_ids, make_batch, stack_rows
 from primerl_hpc.trainer.losses import component_counts, step_loss, try_loss
 from primerl_hpc.trainer.losses.custom import check_metrics
 from primerl_hpc.trainer.metrics import MetricSums, add_token_metrics, means, metric_names
@@ -86,6 +86,11 @@ class Trainer:
     small: bool = True
     loss_metrics: tuple[str, ...] = ()  # metric names of the recipe's loss
     names: dict = field(default_factory=dict)  # parameter → HF name
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of embeddings of the model."""
+        return int(self.policy.hf.config.get_text_config().vocab_size)
 
     def train_step(self, step: int, rows: list[MicroBatch], env_names: list[str]) -> StepResult:
         """Run forward and backward over this rank's ``rows``, clip, update. Collective.
@@ -163,7 +168,11 @@ class Trainer:
         return total / max(count, 1), int(count)
 
     def _step_totals(self, rows: list[MicroBatch]) -> tuple[torch.Tensor, int, float, int]:
-        """Return counts [4] of `component_counts`, tokens and FLOP of all ranks, and the largest number of forwards."""
+        """Return counts [4] of `component_counts`, tokens and FLOP of all ranks, and the largest number of forwards.
+
+        Raises DataError for a token id that the model has no embedding for.
+        """
+        check_token_ids(rows, self.vocab_size)
         sums = torch.tensor(
             [*component_counts(rows), sum(row.num_tokens for row in rows), self.flops(rows)],
             dtype=torch.float64,

@@ -267,7 +267,7 @@ SUBFOLDERS = {
         "engines": {"scheduling"},
         "checkpoint": {"batches", "rollouts", "scheduling"},
     },
-    "recipe": {"schema": set(), "sft": {"schema"}},
+    "recipe": {"schema": set(), "sft": {"schema"}, "chat_template": {"schema"}},
     "runtime": {"files": set(), "steps": {"files"}, "job": {"files", "steps"}}
     | {"elastic": {"files", "job", "steps"}},
     "trainer": {

@@ -108,17 +108,23 @@ def refuse_untrainable(
         )
 
 
-def _cached(name: str, variables: Mapping[str, str]) -> list[Path]:
+def find_file(name: str, file: str, variables: Mapping[str, str]) -> Path | None:
+    """Return a file of a model folder, or of a hub id in the cache; None if it is not here."""
+    candidates = (Path(name).expanduser() / file, *_cached(name, variables, file))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _cached(name: str, variables: Mapping[str, str], file: str = CONFIG) -> list[Path]:
     """Return candidates in the hub cache: the revision of ``main``, then other snapshots by name."""
     if name.count("/") != 1:
         return []
     root = cache_folder(variables) / f"models--{name.replace('/', '--')}"
-    snapshots = sorted(root.glob(f"snapshots/*/{CONFIG}"))
+    snapshots = sorted(root.glob(f"snapshots/*/{file}"))
     try:
         main = (root / "refs" / "main").read_text().strip()
     except OSError:
         return snapshots
-    return [root / "snapshots" / main / CONFIG, *snapshots]
+    return [root / "snapshots" / main / file, *snapshots]
 
 
 def _read(path: Path) -> dict[str, Any]:

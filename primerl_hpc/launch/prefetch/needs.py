@@ -121,7 +121,8 @@ def _datasets(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator
         sources = block.data if isinstance(block.data, tuple) else (block.data,)
         for source in (*sources, *([block.validation.data] if block.validation is not None else [])):
             if is_hub_id(source.path, folder):
-                fields = source.model_dump(mode="json", include={"path", "subset", "split"})
+                fields = source.model_dump(mode="json", include={"path", "subset"})
+                fields["split"] = source.named_split
                 yield _need(NeedKind.DATASET, source.path, Role.SFT, recipe, profile, source=fields)
 
 

@@ -34,6 +34,7 @@ CHANGEABLE = (
     "checkpoint.interval",
     "checkpoint.keep_last",
     "checkpoint.keep_interval",
+    "checkpoint.accept_changed_data",
     "log",
 )
 """Keys that `change_recipe` accepts, each with the keys below it."""

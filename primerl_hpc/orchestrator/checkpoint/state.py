@@ -87,9 +87,15 @@ class LoopState:
         if not all(map(is_count, counts)):
             raise ValueError("a count is not a non-negative integer")
         try:
-            self.sampler.restore(state["sampler"])
+            changed = self.sampler.restore(state["sampler"])
         except ValueError as error:
-            raise DataError(str(error), hint="resume with the environments of the original run") from error
+            raise DataError(
+                str(error),
+                location=str(run.checkpoint_side(step, SIDE)),
+                hint="resume with the tasks of the original run, or continue with the new ones with primerl-hpc resume "
+                "RUN --set checkpoint.accept_changed_data=true",
+            ) from error
+        queue = [group for group in queue if group.task.env not in changed]
         self.builder.scorer.restore(state["algorithms"])
         is_fork = run.fork_note(step).exists()
         if is_fork:  # a fork may score and select differently from the run that produced the queue

@@ -27,14 +27,20 @@ class TaskSampler:
         ratios: list[float],
         seed: int,
         curricula: Sequence[selection_schema.Curriculum] | None = None,
+        fingerprints: Sequence[str] | None = None,
+        *,
+        accepts_changes: bool = False,
     ) -> None:
         """``sizes[e]`` tasks in environment e, drawn with probability ``ratios[e] / sum(ratios)``.
 
-        ``curricula``: one per environment; default: all shuffled.
+        ``curricula``: one per environment; default: all shuffled. ``fingerprints``: one per environment, which
+        depends on its tasks and their order; None: only their numbers are compared at a resume. ``accepts_changes``:
+        the curriculum of an environment with other tasks starts over at a resume; False: `restore` raises.
         """
         if not sizes or min(sizes) < 1:
             raise ValueError("every environment needs at least one task")
         self.sizes, self.seed = sizes, seed
+        self.fingerprints, self.accepts_changes = list(fingerprints or [""] * len(sizes)), accepts_changes
         self._cumulative = np.cumsum(np.asarray(ratios, dtype=np.float64) / sum(ratios))
         self._rng = np.random.Generator(np.random.PCG64(seed))
         configs = curricula or [selection_schema.Shuffled()] * len(sizes)
@@ -75,26 +81,28 @@ class TaskSampler:
         returned = [*unfinished, *self._returned]
         return {
             "sizes": self.sizes,
+            "fingerprints": self.fingerprints,
             "curricula": [curriculum.state() for curriculum in self.curricula],
             "curriculum_types": self._types,
             "rng": self._rng.bit_generator.state,
             "returned": [[task.env, task.index] for task in returned],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned.
+    def restore(self, state: dict[str, Any]) -> frozenset[int]:
+        """Continue from what `state` returned; return the environments whose tasks changed.
 
-        A curriculum whose type has changed (possible in a fork) starts over. Raises ValueError if the numbers of tasks
-        differ from those in the state.
+        A curriculum whose type has changed (possible in a fork) starts over. Raises ValueError for another number of
+        environments, and for other tasks unless changes are accepted.
         """
-        if state["sizes"] != self.sizes:
-            raise ValueError(
-                f"the environments had {state['sizes']} tasks at the checkpoint and have {self.sizes} now"
-            )
+        changed = self._changed_environments(state)
+        if changed and not self.accepts_changes:
+            raise ValueError(self._describe_change(state, changed[0]))
         # earlier versions did not write the types
         types = state.get("curriculum_types") or [_type_of(saved) for saved in state["curricula"]]
         for env, (curriculum, saved) in enumerate(zip(self.curricula, state["curricula"], strict=True)):
-            if self._types[env] in types[env]:
+            if env in changed:
+                logger.warning("%s: starting its curriculum over", self._describe_change(state, env))
+            elif self._types[env] in types[env]:
                 curriculum.restore(saved)
             else:
                 logger.warning(
@@ -104,7 +112,27 @@ class TaskSampler:
                     self._types[env],
                 )
         self._rng.bit_generator.state = state["rng"]
-        self._returned = deque(TaskRef(env, index) for env, index in state["returned"])
+        self._returned = deque(TaskRef(env, index) for env, index in state["returned"] if env not in changed)
+        return frozenset(changed)
+
+    def _changed_environments(self, state: dict[str, Any]) -> list[int]:
+        if len(state["sizes"]) != len(self.sizes):
+            raise ValueError(
+                f"there were {len(state['sizes'])} training environments at the checkpoint, now {len(self.sizes)}"
+            )
+        # earlier versions did not write fingerprints
+        before = state.get("fingerprints") or [""] * len(self.sizes)
+        return [
+            env
+            for env, (old, new) in enumerate(zip(before, self.fingerprints, strict=True))
+            if state["sizes"][env] != self.sizes[env] or (old and new and old != new)
+        ]
+
+    def _describe_change(self, state: dict[str, Any], env: int) -> str:
+        before, now = state["sizes"][env], self.sizes[env]
+        if before != now:
+            return f"training environment {env} had {before} tasks at the checkpoint and has {now} now"
+        return f"training environment {env} has {now} tasks as at the checkpoint, but other ones or in another order"
 
 
 def _type_of(saved: dict[str, Any]) -> str:

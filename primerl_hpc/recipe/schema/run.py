@@ -296,6 +296,10 @@ class Checkpoint(Block):
     weights_only: Bool = False
     """Save without the optimizer state: a third of the size with AdamW, but resuming starts with a new optimizer
     state."""
+    accept_changed_data: Bool = False
+    """Resume although the SFT rows, or the tasks of a training environment, are not those of the checkpoint. SFT
+    continues at the same position in the order of the new rows; the curriculum of an environment with other tasks
+    starts over. false: such a resume ends with an error."""
     fork: Fork | None = None
     """Start from a checkpoint of another run. Default (null): start from the model."""
 

@@ -19,8 +19,10 @@ class SFTData(Block):
     Relative paths are resolved against the folder in which you submit."""
     subset: str | None = None
     """Configuration of a hub dataset. Default (null): its only or default configuration."""
-    split: str = "train"
-    """Split of a dataset that has several splits."""
+    split: str | None = None
+    """Split of a dataset that has several splits. In a folder of files, names of files and folders state the split, by
+    the rules of package ``datasets``. Default (null): ``train`` of a hub dataset or a folder saved by ``datasets``. A
+    folder with files of several splits needs it."""
     num_rows: PositiveInt | None = None
     """Use only this many rows, the first ones. Default: all rows."""
     probability: PositiveFloat | None = None
@@ -28,6 +30,11 @@ class SFTData(Block):
     all sources or for none. Default (null for all): proportional to the number of rows."""
     name: str | None = None
     """Name in metrics. Default: the subset, or the last part of the path."""
+
+    @property
+    def named_split(self) -> str:
+        """Split of a dataset whose splits have names: on the hub, or saved by ``datasets``."""
+        return self.split or "train"
 
     @property
     def label(self) -> str:
@@ -82,7 +89,7 @@ class SFT(Block):
     model_dropout: Bool = False
     """Train with the dropout rates of the model's config.json. Default: all dropout is 0, as always in kind rl."""
     shuffle: Bool = True
-    """Shuffle rows in every epoch, with ``seed`` + epoch as the random seed."""
+    """Shuffle rows in every epoch, with ``seed`` and the epoch as the random seed."""
     validation: SFTValidation | None = None
     """Validation on rows that are not trained on. Default (null): no validation."""
 

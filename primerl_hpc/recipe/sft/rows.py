@@ -115,7 +115,7 @@ def _as_tool(row: Row, column: str, tool: Any) -> dict[str, Any]:
 
 
 def row_template_kwargs(row: Row) -> dict[str, Any]:
-    """Return ``chat_template_kwargs`` (a mapping, or its JSON text) without the nulls with which Parquet fills columns.
+    """Return ``chat_template_kwargs`` (a mapping, or its JSON text) without settings that are null.
 
     Raises DataError.
     """

@@ -9,16 +9,21 @@ from __future__ import annotations
 import bisect
 import importlib.util
 import itertools
-import mmap
+import os
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.safety.decoding import parse_json
-from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
+from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.sft import SFTData
+from primerl_hpc.recipe.sft.arrow import ParquetRows, TableRows
+from primerl_hpc.recipe.sft.folders import data_files
 from primerl_hpc.recipe.sft.rows import Row
+
+EVEN_BLOCK = 1024
 
 
 class Rows(Protocol):
@@ -26,6 +31,11 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Row: ...
+
+
+def blocks_of(rows: Rows) -> tuple[int, ...]:
+    """Return the numbers of consecutive rows that are decoded together; empty if any row can be read by itself."""
+    return getattr(rows, "blocks", ())
 
 
 def open_rows(config: SFTData) -> Rows:
@@ -65,24 +75,21 @@ def _open_path(path: Path, config: SFTData) -> Rows:
         import datasets
 
         saved = datasets.load_from_disk(str(path))
-        return TableRows(str(path), saved[config.split] if isinstance(saved, datasets.DatasetDict) else saved)
-    return ConcatenatedRows([_open_file(file) for file in data_files(path)])
-
-
-def data_files(folder: Path) -> list[Path]:
-    """Return every .jsonl and .parquet file below a folder, sorted by path."""
-    return sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES)
+        if isinstance(saved, datasets.DatasetDict):
+            if config.named_split not in saved:
+                raise DataError(
+                    f"the dataset has no split '{config.named_split}', it has {', '.join(map(str, saved))}",
+                    location=str(path),
+                    hint="set split of this source to one of them",
+                )
+            saved = saved[config.named_split]
+        return TableRows(str(path), saved)
+    return ConcatenatedRows([_open_file(file) for file in data_files(path, config.split)])
 
 
 def _open_file(path: Path) -> Rows:
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            return ArrowRows(str(path), pyarrow.parquet.read_table(path, memory_map=True))
-        except (pyarrow.ArrowException, OSError) as error:
-            why = " ".join(str(error).split())
-            raise DataError(f"cannot read the Parquet file ({why})", location=str(path)) from error
+        return ParquetRows(path)
     if path.suffix == ".jsonl":
         return JsonlRows(path)
     raise DataError("SFT data must be a .jsonl or .parquet file", location=str(path))
@@ -95,7 +102,7 @@ def _open_hub(config: SFTData) -> Rows:
 
     missing = (DatasetNotFoundError, HfHubHTTPError, ConnectionError, ValueError)
     try:
-        table = datasets.load_dataset(config.path, config.subset, split=config.split)
+        table = datasets.load_dataset(config.path, config.subset, split=config.named_split)
     except missing as error:
         why = " ".join(str(error).split())
         raise NotFoundError(
@@ -106,30 +113,47 @@ def _open_hub(config: SFTData) -> Rows:
 
 
 class JsonlRows:
-    """The rows of a JSONL file; blank lines are skipped. Access raises DataError for a line that is not a JSON
-    object."""
+    """The rows of a JSONL file; blank lines are skipped.
+
+    Access raises DataError for a line that is not a JSON object, and if the file was written over in the meantime: a
+    memory map of a file that became shorter would end the process with SIGBUS. Rows may be appended to the file; they
+    are not read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: list[int] = []  # line numbers, from 1
-        self.starts: list[int] = []  # byte offsets
+        self.lines = array("Q")  # line numbers, from 1
+        self.starts = array("Q")  # byte offsets
         offset = 0
+        line = b""
+        self._file = path.open("rb", buffering=0)
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self.lines.append(number)
                     self.starts.append(offset)
                 offset += len(line)
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if offset else b""
+        self._end, self._has_last_newline = offset, line.endswith(b"\n")
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Row:
-        start = self.starts[index]
-        end = self._map.find(b"\n", start)
-        line = self._map[start : end if end >= 0 else len(self._map)]
-        return parse_line(f"{self.path}:{self.lines[index]}", line)
+        index = range(len(self.starts))[index]
+        start, location = self.starts[index], f"{self.path}:{self.lines[index]}"
+        is_last = index + 1 == len(self.starts)
+        end = self._end if is_last else self.starts[index + 1]
+        before = min(start, 1)  # the end of the previous line
+        data = os.pread(self._file.fileno(), before + end - start, start - before)
+        line = data[before:]
+        is_line = line.endswith(b"\n") or (is_last and not self._has_last_newline)
+        if len(line) < end - start or data[:before] not in (b"", b"\n") or not is_line:
+            raise DataError(
+                "the file changed after the run opened it",
+                location=location,
+                hint="restore the file and resume the run",
+            )
+        return parse_line(location, line)
 
 
 def parse_line(location: str, line: bytes) -> Row:
@@ -151,12 +175,12 @@ def first_jsonl_rows(path: Path, count: int) -> Iterator[Row]:
             yield parse_line(f"{path}:{number}", line)
 
 
-def first_rows(path: Path, count: int) -> Iterator[Row]:
-    """Yield the first ``count`` rows of a file or folder without reading the rest.
+def first_rows(path: Path, count: int, split: str | None = None) -> Iterator[Row]:
+    """Yield the first ``count`` rows of a file, or of a folder's ``split``, without reading the rest.
 
-    Parquet files are skipped if pyarrow is not installed, as on many login nodes.
+    Parquet files are skipped if pyarrow is not installed, as on many login nodes. Raises DataError as `data_files`.
     """
-    files = data_files(path) if path.is_dir() else [path]
+    files = data_files(path, split) if path.is_dir() else [path]
     return itertools.islice(
         itertools.chain.from_iterable(_first_of_file(file, count) for file in files), count
     )
@@ -170,37 +194,16 @@ def _first_of_file(path: Path, count: int) -> Iterator[Row]:
         yield from (rows[index] for index in range(min(count, len(rows))))
 
 
-class ArrowRows:
-    """The rows of a Parquet file, as an Arrow table."""
-
-    def __init__(self, location: str, table: Any) -> None:
-        self.location, self.table = location, table
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(f"{self.location}:{index + 1}", self.table.slice(index, 1).to_pylist()[0])
-
-
-class TableRows:
-    """The rows of a dataset of package ``datasets``, which memory-maps it."""
-
-    def __init__(self, location: str, table: Any) -> None:
-        self.location, self.table = location, table
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(f"{self.location}:{index + 1}", self.table[index])
-
-
 class LimitedRows:
     """The first ``count`` rows of other rows."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows, self.count = rows, min(count, len(rows))
+        starts = itertools.accumulate(blocks_of(rows), initial=0)
+        lengths = (
+            min(size, self.count - start) for start, size in zip(starts, blocks_of(rows), strict=False)
+        )
+        self.blocks = tuple(length for length in lengths if length > 0)
 
     def __len__(self) -> int:
         return self.count
@@ -215,6 +218,9 @@ class ConcatenatedRows:
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = parts
         self.ends = list(itertools.accumulate(len(part) for part in parts))
+        self.blocks: tuple[int, ...] = ()
+        if any(blocks_of(part) for part in parts):
+            self.blocks = tuple(size for part in parts for size in blocks_of(part) or _even_blocks(len(part)))
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -222,3 +228,8 @@ class ConcatenatedRows:
     def __getitem__(self, index: int) -> Row:
         part = bisect.bisect_right(self.ends, index)
         return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+
+
+def _even_blocks(count: int) -> list[int]:
+    """Divide rows that can be read one by one into blocks, so that they mix with the row groups of other files."""
+    return [min(EVEN_BLOCK, count - start) for start in range(0, count, EVEN_BLOCK)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.recipe.schema.sft import SFT
-from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
+from primerl_hpc.trainer.sft.mixture import ORDER_VERSION, Mixture, Order, shares
 from primerl_hpc.trainer.sft.tokens import Samples, SFTSample
 from primerl_hpc.transport.rollouts.types import MicroBatch
 
@@ -77,9 +79,11 @@ class SFTStream:
         seq_len: int,
         seed: int,
         sizes: tuple[int, ...] | None = None,
+        blocks: tuple[tuple[int, ...], ...] = (),
         position: int = 0,
     ) -> None:
-        """``sizes``: rows of each of the config's sources; default: all rows belong to one source."""
+        """``sizes``: rows of each of the config's sources; default: all rows belong to one source. ``blocks``: of each
+        source, the rows of its blocks, see `Mixture`."""
         self.tokenizer, self.config, self.seq_len = tokenizer, config, seq_len
         sizes = sizes or (len(tokenizer),)
         self._ends = list(itertools.accumulate(sizes))
@@ -91,6 +95,7 @@ class SFTStream:
                 ends_with_last=config.stopping == "all_exhausted",
                 shuffle=config.shuffle,
                 seed=seed,
+                blocks=blocks,
             )
         )
         self.position = position  # samples taken so far
@@ -102,10 +107,18 @@ class SFTStream:
     def epoch(self) -> float:
         return self.order.epochs(self.position)
 
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Continue from `progress` of a checkpoint, in the order of its version; from the beginning if it is empty."""
+        self.position = self._prepared = progress.get("position", 0)
+        self.row_counts = RowCounts(progress.get("num_cut", 0), progress.get("num_skipped", 0))
+        version = progress.get("order", 1) if progress else ORDER_VERSION
+        self.order = Order(dataclasses.replace(self.order.mixture, version=version))
+
     @property
     def progress(self) -> dict[str, int]:
         """State of the stream for a checkpoint."""
         return {
+            "order": self.order.mixture.version,
             "position": self.position,
             "num_cut": self.row_counts.num_cut,
             "num_skipped": self.row_counts.num_skipped,

@@ -7,6 +7,7 @@ a prefix of the next: any other row is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ class Samples(Protocol):
     def prepare(self, indices: list[int]) -> None: ...
 
 
+def shares_of(indices: list[int], num_peers: int) -> list[list[int]]:
+    """Divide sorted rows into a share of neighbors for each peer, so that each decodes few row groups."""
+    bounds = [len(indices) * peer // num_peers for peer in range(num_peers + 1)]
+    return [indices[start:end] for start, end in itertools.pairwise(bounds)]
+
+
 class Tokenizer:
     """Converts rows to samples, each computed once by one of the peers and cached while there is room.
 
@@ -73,7 +80,10 @@ class Tokenizer:
         seq_len: int,
         peers: Peers | None = None,
         make_renderer: Callable[[dict[str, Any]], Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """``vocab_size``: number of the model's embeddings; None: ids are not checked."""
+        self.vocab_size = vocab_size
         self.rows, self.seq_len, self.peers = rows, seq_len, peers or Peers()
         self.trains_assistant = mask.assistant
         self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
@@ -95,9 +105,10 @@ class Tokenizer:
         if not missing:
             return
         self._evict(wanted)
-        own_samples = [self.make(self.rows[index]) for index in missing[self.peers.rank :: self.peers.size]]
-        for rank, samples in enumerate(self.peers.gather(own_samples)):
-            self._samples.update(zip(missing[rank :: self.peers.size], samples, strict=True))
+        shares = shares_of(sorted(missing), self.peers.size)
+        own_samples = [self.make(self.rows[index]) for index in shares[self.peers.rank]]
+        for share, samples in zip(shares, self.peers.gather(own_samples), strict=True):
+            self._samples.update(zip(share, samples, strict=True))
         self._kept_tokens += sum(len(self._samples[index].input_ids) for index in missing)
 
     def _evict(self, wanted: dict[int, None]) -> None:
@@ -123,6 +134,12 @@ class Tokenizer:
         except Exception as error:  # renderers and Jinja may raise anything for unexpected input
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"the row cannot be rendered ({cause:.300})", location=row.location) from error
+        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
+            raise DataError(
+                f"the row has token id {max(ids)}, but the model has {self.vocab_size} embeddings",
+                location=row.location,
+                hint="set model.tokenizer to the tokenizer of the model, or enlarge the model's embeddings",
+            )
         sample = SFTSample(
             np.array(ids[: self.seq_len], np.int32),
             np.array(is_trained[: self.seq_len], np.bool_),

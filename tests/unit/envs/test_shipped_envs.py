@@ -315,6 +315,22 @@ def test_questions_without_a_field_or_with_an_ambiguous_answer_are_refused_with_
         load_tasks(environment)
 
 
+def test_fields_that_arrow_filled_with_null_are_no_choices_and_no_questions(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    environment = Environment(
+        id="multiple-choice", args={"file": str(file), "wrong_fields": ["wrong", "fourth"]}
+    )
+    file.write_text(json.dumps({**QUESTION, "fourth": None}) + "\n")
+    [task] = load_tasks(environment)
+    assert "C)" in task.data["prompt"] and "None" not in task.data["prompt"]
+    file.write_text(json.dumps({**QUESTION, "fourth": "seven", "answer": None}) + "\n")
+    with pytest.raises(DataError, match="row 1 has null in field answer"):
+        load_tasks(environment)
+    file.write_text(json.dumps({"problem": "1 + 1?", "answer": None}) + "\n")
+    with pytest.raises(DataError, match="row 1 has no field answer"):
+        load_tasks(Environment(id="math-problems", args={"file": str(file)}))
+
+
 # -- nim -------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from primerl_hpc.envs.tasks import EnvironmentTask, fingerprint_of
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
 from primerl_hpc.orchestrator.types import TaskRef
 from primerl_hpc.recipe.schema.selection import DifficultyPools, Sequential, Shuffled
@@ -47,6 +48,27 @@ def test_state_of_another_task_set_is_refused():
     state = TaskSampler([7], [1.0], 0).state([])
     with pytest.raises(ValueError, match="7"):
         TaskSampler([8], [1.0], 0).restore(state)
+    with pytest.raises(ValueError, match="there were 1 training environments at the checkpoint, now 2"):
+        TaskSampler([7, 7], [1.0, 1.0], 0, accepts_changes=True).restore(state)
+
+
+@pytest.mark.parametrize(("size", "keys"), [(9, "abcdefghi"), (7, "gfedcba")])
+def test_other_tasks_are_refused_or_start_their_own_curriculum_over(size, keys, caplog):
+    def fingerprints(keys: str) -> list[str]:
+        return [fingerprint_of([EnvironmentTask(key, {}) for key in names]) for names in ("xyzuv", keys)]
+
+    before = TaskSampler([5, 7], [1.0, 1.0], 0, None, fingerprints("abcdefg"))
+    draw(before, 9)
+    state = json.loads(json.dumps(before.state([TaskRef(0, 3), TaskRef(1, 6)])))
+    TaskSampler([5, 7], [1.0, 1.0], 0, None, fingerprints("abcdefg")).restore(state)
+    with pytest.raises(ValueError, match=r"training environment 1 ha[sd] 7 tasks"):
+        TaskSampler([5, size], [1.0, 1.0], 0, None, fingerprints(keys)).restore(state)
+    after = TaskSampler([5, size], [1.0, 1.0], 0, None, fingerprints(keys), accepts_changes=True)
+    assert after.restore(state) == {1}
+    assert after.epochs() == [before.epochs()[0], 0.0]
+    assert after.next() == TaskRef(0, 3) and "starting its curriculum over" in caplog.text
+    earlier = {name: value for name, value in state.items() if name != "fingerprints"}
+    TaskSampler([5, 7], [1.0, 1.0], 0, None, fingerprints("gfedcba")).restore(earlier)
 
 
 @pytest.mark.parametrize("is_of_an_earlier_version", [False, True])

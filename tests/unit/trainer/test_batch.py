@@ -7,9 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from primerl_hpc.common.errors import DataError  # noqa: E402
 from primerl_hpc.plan.predict import layouts  # noqa: E402
 from primerl_hpc.recipe.schema.training import GSPOLoss, IPOLoss  # noqa: E402
-from primerl_hpc.trainer.batch import FORWARD_TOKENS, make_batch, stack_rows  # noqa: E402
+from primerl_hpc.trainer.batch import FORWARD_TOKENS, check_token_ids, make_batch, stack_rows  # noqa: E402
 from primerl_hpc.trainer.losses import step_loss, try_loss  # noqa: E402
 from primerl_hpc.trainer.metrics import MetricSums, add_token_metrics, means, metric_names  # noqa: E402
 from primerl_hpc.trainer.model.policy import build_policy  # noqa: E402
@@ -101,3 +102,13 @@ def test_more_rows_share_a_forward_on_a_gpu_than_on_a_cpu():
     assert sizes == {"cpu": 4, "cuda": 16}
     assert FORWARD_TOKENS["cuda"] == layouts.FORWARD_TOKENS  # the planner's
     assert len(stack_rows(rows, 100_000, torch.device("cuda"))) == 64
+
+
+def test_a_token_without_an_embedding_is_named_before_a_kernel_reads_it():
+    row = random_row(np.random.default_rng(0), [3, 4], num_envs=1)
+    row.input_ids[:] = 5
+    check_token_ids([row], 6)
+    for wrong in (6, -1):
+        row.input_ids[4] = wrong
+        with pytest.raises(DataError, match=rf"token id {wrong} of a batch .* 6 embeddings \(token 1 of"):
+            check_token_ids([row], 6)

@@ -21,7 +21,7 @@ from primerl_hpc.trainer.sft import stream as sft_data
 from primerl_hpc.trainer.sft import tokens as sft_tokens
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
-from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer
+from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, shares_of
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.hub import serve_hub
 
@@ -110,6 +110,14 @@ def test_long_samples_are_cut_to_seq_len(renderer):
     assert len(tokenizer[0].input_ids) == 32
 
 
+def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_named(renderer):
+    rows = rows_of({"prompt": "a", "completion": "b"})
+    highest = max(Tokenizer(rows, renderer, LossMask(), 32).make(rows[0]).input_ids)
+    Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest + 1).prepare([0])
+    with pytest.raises(DataError, match=rf"data\.jsonl:1: the row has token id {highest}, but the model"):
+        Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest).prepare([0])
+
+
 def test_rows_without_a_trained_token_are_skipped_and_all_such_is_an_error(renderer):
     config = SFT(data=SFTData(path="x"), batch_unit="samples", batch_size=2, shuffle=False)
     rows = rows_of({"messages": [{"role": "user", "content": "u"}]}, {"prompt": "p", "completion": "c"})
@@ -170,7 +178,7 @@ def test_peers_share_the_work_and_get_the_same_samples(renderer):
     rows = demonstrations(10)
     alone = Tokenizer(rows, renderer, LossMask(), 48)
     alone.prepare(list(range(10)))
-    shares = [[alone.make(row) for row in rows[rank::3]] for rank in range(3)]
+    shares = [[alone.make(rows[index]) for index in share] for share in shares_of(list(range(10)), 3)]
     shared = Tokenizer(rows, renderer, LossMask(), 48, Peers(0, 3, lambda own: [own, *shares[1:]]))
     shared.prepare(list(range(10)))
     for index in range(10):
@@ -214,7 +222,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(whole[:100] + bytes(1000) + whole[1100:])
     for name in ("none", "cut"):
         with pytest.raises(DataError, match=rf"{name}\.parquet: cannot read the Parquet file \("):
-            open_rows(SFTData(path=str(tmp_path / f"{name}.parquet")))
+            all_values(open_rows(SFTData(path=str(tmp_path / f"{name}.parquet"))))
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
@@ -506,7 +514,7 @@ def test_rows_that_are_cut_or_skipped_are_counted_once_and_after_a_resume(render
         "of 4 rows, 1 cut at seq_len (first: data.jsonl:2) and "
         "2 skipped without a trained token (first: data.jsonl:3)"
     )
-    assert stream.progress == {"position": 4, "num_cut": 1, "num_skipped": 2}
+    assert stream.progress == {"order": 2, "position": 4, "num_cut": 1, "num_skipped": 2}
     third = stream.next_batch().metrics
     assert (third["progress/num_cut"], third["progress/total_cut"], third["progress/total_skipped"]) == (
         0,

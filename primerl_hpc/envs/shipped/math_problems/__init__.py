@@ -100,7 +100,7 @@ class MathProblems(vf.Taskset[MathTask, MathConfig]):
             if not isinstance(row, dict):
                 raise ValueError(f"{source}: row {number} is not a JSON object with a problem and an answer")
             fields = (self.config.problem_field, self.config.answer_field)
-            missing = [name for name in fields if name not in row]
+            missing = [name for name in fields if row.get(name) is None]
             if missing:
                 raise ValueError(
                     f"{source}: row {number} has no field {missing[0]}; set problem_field and answer_field"

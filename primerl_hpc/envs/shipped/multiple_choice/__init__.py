@@ -92,15 +92,23 @@ class MultipleChoice(vf.Taskset[ChoiceTask, ChoiceConfig]):
         return iter(load_dataset(self.config.dataset, self.config.subset, split=self.config.dataset_split))
 
     def _prompt_of(self, number: int, row: Any) -> tuple[str, str]:
-        """Return prompt and right letter. Raises ValueError for a row without question, answer or wrong answers."""
+        """Return prompt and right letter. Raises ValueError for a row without question, answer or wrong answers.
+
+        A wrong answer that is null is none: Arrow fills the fields that a row does not have with null.
+        """
         config, source = self.config, self.config.file or self.config.dataset
         for name in (config.question_field, config.answer_field, *config.wrong_fields):
             if not isinstance(row, dict) or name not in row:
                 raise ValueError(f"{source}: row {number} has no field {name}")
+            if row[name] is None and name not in config.wrong_fields:
+                raise ValueError(f"{source}: row {number} has null in field {name}")
         question, right = (str(row[name]).strip() for name in (config.question_field, config.answer_field))
         values = (row[name] for name in config.wrong_fields)
         wrong = [
-            str(text).strip() for value in values for text in (value if isinstance(value, list) else [value])
+            str(text).strip()
+            for value in values
+            for text in (value if isinstance(value, list) else [value])
+            if text is not None
         ]
         choices = [right, *wrong]
         if not 2 <= len(choices) <= len(string.ascii_uppercase) or right in wrong:
