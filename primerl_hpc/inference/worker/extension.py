@@ -20,9 +20,9 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
 from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.inference.worker.start_times import record_start_times
-from primerl_hpc.recipe.hub import local_snapshot
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.transport.base_models.snapshots import local_snapshot
 from primerl_hpc.transport.weights.filesystem import MANIFEST
 from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, from_body
 

@@ -14,8 +14,8 @@ from typing import Any
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.recipe.hub import download_snapshot
 from primerl_hpc.recipe.schema.training import adapter_scale
+from primerl_hpc.transport.base_models.snapshots import download_snapshot
 from primerl_hpc.transport.weights.filesystem import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,

@@ -27,7 +27,7 @@ from typing import Any
 from primerl_hpc.common.errors import DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.waiting import repeating
-from primerl_hpc.recipe.hub import SMALL_FILES, UNREAD_FILES
+from primerl_hpc.transport.base_models.snapshots import SMALL_FILES, UNREAD_FILES
 
 WEIGHT_FORMATS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
 """Formats of weights, the preferred one first: of a model in several formats only one is fetched."""

@@ -158,6 +158,11 @@ class Recipe(Block):
         return self.kind == Kind.RL and self.trainer.router_replay
 
     @property
+    def has_dropout(self) -> bool:
+        """True if blocks or adapters drop values, so that recomputation needs the same random numbers."""
+        return self.keeps_dropout or (self.lora is not None and self.lora.dropout > 0)
+
+    @property
     def keeps_dropout(self) -> bool:
         """True if the model trains with the dropout rates of its config."""
         return self.kind == Kind.SFT and self.sft is not None and self.sft.model_dropout

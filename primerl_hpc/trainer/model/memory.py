@@ -23,18 +23,28 @@ from primerl_hpc.trainer.model.families import DecoderBlock
 
 
 def apply_activation_checkpointing(
-    hf: PreTrainedModel, blocks: list[DecoderBlock], config: TrainerConfig, *, has_dropout: bool = False
+    hf: PreTrainedModel,
+    blocks: list[DecoderBlock],
+    config: TrainerConfig,
+    *,
+    has_dropout: bool = False,
+    is_compiled: bool = False,
 ) -> None:
     """Wrap every n-th block, or its named modules, as ``config`` requests. Call before compile and FSDP.
 
     ``has_dropout``: recomputation needs the random numbers of the forward; otherwise the state of the generators is
-    not saved. Raises ConfigError if a module to recompute is in no block.
+    not saved. ``is_compiled``: the blocks are compiled later. Raises ConfigError if a module to recompute is in no
+    block.
     """
     if config.activation_checkpointing == "none":
         return
     chosen = blocks[:: config.activation_checkpointing_every]
     options = {"use_reentrant": False, "preserve_rng_state": has_dropout}
     if config.activation_checkpointing == "full":
+        if is_compiled:
+            # A compiled block is one operation, so there is nothing to skip after the last saved tensor; and torch 2.11
+            # fails to skip it while memory history is recorded (pytorch/pytorch#179536).
+            options["early_stop"] = False
         hf.gradient_checkpointing_enable(options)
         if config.activation_offload:
             traffic = HostTraffic(options)

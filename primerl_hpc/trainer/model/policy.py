@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from primerl_hpc.common.errors import ConfigError, DataError
-from primerl_hpc.recipe.hub import download_snapshot
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.batch import ForwardInputs
@@ -86,6 +85,7 @@ from primerl_hpc.trainer.parallel.tensor.divide import DivisionPlan, divide_mode
 from primerl_hpc.trainer.parallel.tensor.tokens import TensorGroup, gather_tokens
 from primerl_hpc.transport.base_models.families import ALIASES, check_family
 from primerl_hpc.transport.base_models.quantized import without_quantization
+from primerl_hpc.transport.base_models.snapshots import download_snapshot
 
 log = logging.getLogger("primerl_hpc.trainer")
 
@@ -267,10 +267,11 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
         use_sorted_experts(hf)
     # before checkpointing, so that a recomputed block replays too
     replay = Replay(blocks) if recipe.replays_routers else None
-    has_dropout = recipe.keeps_dropout or (recipe.lora is not None and recipe.lora.dropout > 0)
-    apply_activation_checkpointing(hf, blocks, recipe.trainer, has_dropout=has_dropout)
     attention = choose_attention(recipe, config, world.device)
-    if compiles_blocks(recipe, config, attention):
+    is_compiled = compiles_blocks(recipe, config, attention)
+    options = {"has_dropout": recipe.has_dropout, "is_compiled": is_compiled}
+    apply_activation_checkpointing(hf, blocks, recipe.trainer, **options)
+    if is_compiled:
         compile_blocks(blocks, may_fail=recipe.trainer.compile == "auto")
     chunk = recipe.trainer.head_chunk_tokens
     if chunk == "auto":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -216,7 +216,7 @@ def release_reduced(policy: nn.Module) -> None:
     """
     assert isinstance(policy, FSDPModule)
     state = policy._get_fsdp_state()
-    device, context = state._device_handle, state._comm_ctx
+    device, context = state._device_handle, cast(Any, state._comm_ctx)
     has_list = hasattr(context, "reduce_scatter_states")  # torch before 2.13 keeps one state
     for reduction in context.reduce_scatter_states if has_list else [context.reduce_scatter_state]:
         if reduction is not None and reduction.event is not None and device is not None:

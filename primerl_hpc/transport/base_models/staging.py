@@ -26,12 +26,12 @@ import httpx
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.files import lock_file, read_json_or_none, write_json
-from primerl_hpc.recipe.hub import local_snapshot
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.base_models.chunks import LocalCopy, list_chunks, read_chunk, rotate
 from primerl_hpc.transport.base_models.peers import PeerClient, serve_chunks
+from primerl_hpc.transport.base_models.snapshots import local_snapshot
 
 SMALL_BYTES = 64 * 2**20
 """Models up to this size are not copied: nodes would wait longer for each other than for the filesystem."""

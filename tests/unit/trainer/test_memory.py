@@ -125,6 +125,16 @@ def test_generators_are_saved_for_recomputation_only_with_dropout(monkeypatch, s
     assert (reads[0] > 0) == has_dropout
 
 
+@pytest.mark.parametrize(("is_compiled", "options"), [(True, {"early_stop": False}), (False, {})])
+def test_the_recomputation_of_a_compiled_block_runs_to_its_end(is_compiled, options):
+    """To stop earlier is an error of torch while it records the history of a GPU's memory (`tests/gpu`)."""
+    hf = tiny_model()
+    config = TrainerConfig.model_validate({"activation_checkpointing": "full"})
+    apply_activation_checkpointing(hf, list(hf.model.layers), config, is_compiled=is_compiled)
+    found = hf.model.layers[0]._gradient_checkpointing_func.keywords
+    assert {name: value for name, value in found.items() if name == "early_stop"} == options
+
+
 def test_every_nth_block_of_none_is_refused():
     with pytest.raises(
         ValidationError, match="activation_checkpointing_every 2 needs activation_checkpointing full"

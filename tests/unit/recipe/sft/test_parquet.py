@@ -18,7 +18,7 @@ NUM_ROWS, GROUP = 30_000, 500
 def path(tmp_path_factory):
     """A file below 1 MiB with 30,000 rows that have 50 MiB of text, in 60 row groups."""
     path = tmp_path_factory.mktemp("rows") / "a.parquet"
-    text = "x" * 1700
+    text = "x" * 1800
     table = pyarrow.table({"prompt": [str(row) for row in range(NUM_ROWS)], "completion": [text] * NUM_ROWS})
     pyarrow.parquet.write_table(table, path, row_group_size=GROUP)
     assert path.stat().st_size < 2**20 and table.nbytes > 50 * 2**20

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from primerl_hpc.recipe.hub import local_snapshot
+from primerl_hpc.transport.base_models.snapshots import local_snapshot
 from tests.support.helpers import ROOT
 from tests.support.hub import serve_hub
 
@@ -21,7 +21,7 @@ FILES = {
 }
 FOUND = """
 import logging, sys
-from primerl_hpc.recipe.hub import download_snapshot, local_snapshot
+from primerl_hpc.transport.base_models.snapshots import download_snapshot, local_snapshot
 logging.basicConfig(stream=sys.stdout)
 folder = {call}
 print(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) if folder else None)
