@@ -30,6 +30,8 @@ FIRST_POLL_S, BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.25, 4.0
 """Intervals between looks for a batch: at first, growing to the second one, and in a long wait."""
 PATIENCE_S = 0.25
 """Time that a training step waits for the run directory before it continues without a result."""
+REPORT_AFTER_S = 10.0
+"""A call that takes longer is reported. Deleting an old version of gigabytes takes seconds on a healthy filesystem."""
 
 T = TypeVar("T")
 
@@ -101,6 +103,7 @@ class StepFiles:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._pending: list[Future] = []
         self._late_since: float | None = None
+        self._is_reported = False
 
     def __enter__(self) -> StepFiles:
         return self
@@ -137,16 +140,21 @@ class StepFiles:
     def _note_late(self, future: Future) -> None:
         self._pending.append(future)
         self._late_since = time.monotonic() - PATIENCE_S
-        log.warning("The run directory does not respond; training continues")
+        self._is_reported = False
 
     def _take_finished(self) -> bool:
         """Remove finished calls, raise the exception of the first failed one; True if a call is still not done."""
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
-        if not self._pending and self._late_since is not None:
+        if self._late_since is not None:
             seconds = time.monotonic() - self._late_since
-            log.warning("The run directory responds again after %.0f s", seconds)
-            self._late_since = None
+            if self._pending and seconds > REPORT_AFTER_S and not self._is_reported:
+                log.warning("The run directory does not respond; training continues")
+                self._is_reported = True
+            if not self._pending:
+                if self._is_reported:
+                    log.warning("The run directory responds again after %.0f s", seconds)
+                self._late_since = None
         return bool(self._pending)
 
 

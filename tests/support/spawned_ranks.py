@@ -22,11 +22,14 @@ def spawn_ranks(function: Callable[..., None], size: int, *arguments: Any) -> No
 
     They end as the trainer's ranks do, without finalizing the interpreter (`primerl_hpc.common.node.exiting`). The
     process that forks them is started once for all tests of a session: torch and transformers take seconds to import.
+    With a GPU there is none, because a process that has used CUDA, as test modules do, cannot fork another user of it.
     """
+    import torch
     from torch.multiprocessing import start_processes
 
     multiprocessing.set_forkserver_preload(IMPORTED)
-    start_processes(_run_rank, (function, arguments), nprocs=size, start_method="forkserver")
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    start_processes(_run_rank, (function, arguments), nprocs=size, start_method=method)
 
 
 def _run_rank(rank: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

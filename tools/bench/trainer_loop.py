@@ -83,7 +83,9 @@ def trainer(options: argparse.Namespace, turn: Connection) -> None:
     watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
     trainer = build_trainer(recipe, options.folder, world, watchdog, may_be_random=True)
     with Saver(run, trainer, sft.SIDES) as saver, StepFiles() as files:
-        sft.train_steps(run, trainer, made_up_stream(options, turn), None, sft.Outputs(saver, files), 0)
+        sft.train_steps(
+            run, trainer, made_up_stream(options, turn), None, sft.Outputs(saver, files, data=[]), 0
+        )
 
 
 def recipe_of(options: argparse.Namespace) -> dict:

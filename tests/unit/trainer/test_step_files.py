@@ -23,6 +23,7 @@ from tests.support.helpers import wait_for
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Calls that wait for the event are late."""
     monkeypatch.setattr(control, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(control, "REPORT_AFTER_S", 0.0)
     responds = threading.Event()
     yield responds
     responds.set()
@@ -46,6 +47,17 @@ def test_writes_wait_in_order_and_reads_are_omitted_until_the_filesystem_respond
         stalled.set()
     assert path.read_text() == "123"
     assert caplog.text.count("does not respond") == caplog.text.count("responds again") == 1
+
+
+def test_a_call_of_seconds_is_not_reported_as_a_stall(
+    stalled: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "REPORT_AFTER_S", 600.0)
+    with StepFiles() as files:
+        files.write(stalled.wait)
+        assert files.read(lambda: "fresh", "unknown") == "unknown"
+        stalled.set()
+    assert "run directory" not in caplog.text
 
 
 def test_a_late_read_is_repeated_by_the_next_one(stalled: threading.Event) -> None:
