@@ -44,7 +44,7 @@ from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 from tests.support.accounts import contradictions
 from tests.support.faults import DEPTHS
 from tests.support.helpers import make_tiny_model
-from tests.support.real_slurm import READY_S, SMALL, RealRun
+from tests.support.real_slurm import SMALL, RealRun
 from tests.support.runs import events, last_step, wait_in_run
 from tests.support.virtual_slurm import NODES, Cluster, not_on, wait_for
 
@@ -188,7 +188,7 @@ def restart_the_controller(cluster: Cluster, real: RealRun) -> None:
     cluster.wait_until_saved(real.job)
     wait_for_step(real, 3)
     cluster.tool("kill-controller")
-    wait_for(lambda: last_step(real.run) >= 6, "steps without a controller", READY_S)
+    wait_for(lambda: last_step(real.run) >= 6, "steps without a controller")
     cluster.tool("return-controller")
 
 
@@ -226,7 +226,7 @@ def meet_a_neighbour(cluster: Cluster, real: RealRun) -> None:
     assert not real.state.is_final, "the first run ended before the second one started"
     assert read_json(other.run.state)["hosts"] == read_json(real.run.state)["hosts"]
     for run in (real, other):
-        run.wait_for_state(RunState.DONE, 2 * READY_S)
+        run.wait_for_state(RunState.DONE)
     restarts = events(real.run, "role_restarting") + events(other.run, "role_restarting")
     assert not restarts, f"the concurrent runs disturbed each other: {restarts}"
     assert not (wrong := contradictions(other.run)), wrong
@@ -302,7 +302,7 @@ def spend(name: str, day: Day, cluster: Cluster, folder: Path) -> tuple[dict[str
     real = submit(name, day, folder)
     try:
         day.happens(cluster, real)
-        wait_for(lambda: real.state.is_final, "its end", READY_S, real.words)
+        wait_for(lambda: real.state.is_final, "its end", real.words)
     except (AssertionError, IndexError) as error:
         wrong.append(str(error))
     released_s = until_released(real) if not wrong else float("nan")

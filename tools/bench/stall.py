@@ -82,7 +82,6 @@ def train_through_stall(options: argparse.Namespace, work: Path) -> tuple[list[f
         wait_for(
             lambda: trainer.poll() is None and len(read_steps(run.metrics("sft"))) >= options.interval,
             "the first steps",
-            300,
             (work / "log").read_text,
         )
         time.sleep(options.around)
