@@ -199,6 +199,8 @@ class Tokenizer:
 class Letters(Tokenizer):
     """ChatML's two special tokens too."""
 
+    eos_token_id = 2
+
     def convert_tokens_to_ids(self, token: str) -> int:
         return {"<|im_start|>": 1, "<|im_end|>": 2}[token]
 
