@@ -79,7 +79,8 @@ def test_a_family_computes_and_exports_what_transformers_does(family: str, rank:
     found = torch.cat(packed_logprobs(policy, rows, LENGTH))
     weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1))
     expected, wanted, magnitudes = reference(plain, [sample for row in rows for sample in row], weights)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=TOLERANCE)  # values reach 50: float32 has 4e-6 there
+    # values reach 50, where float32 resolves 4e-6
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=TOLERANCE)
     (found * weights).sum().backward()
     gradients = {
         name: full(each.grad) for name, each in policy.hf.named_parameters() if each.grad is not None
