@@ -1,16 +1,21 @@
-"""For every test: a state home of its own, ``--update-golden``, and which tests stay together when workers share
-them."""
+"""For every test: an environment that nobody else has set (tests/support/isolation.py) and a state home of its own.
+
+Also ``--update-golden``, and which tests stay together when workers share them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.isolation import isolate
 
 if TYPE_CHECKING:
     from tests.support.serving import Serving
@@ -26,7 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers inherit what their controller has
+        home = tempfile.TemporaryDirectory(prefix="primerl-test-home-", ignore_cleanup_errors=True)
+        config.add_cleanup(home.cleanup)
+        isolate(Path(home.name))
     # A shell starts what it puts into its background with SIGINT ignored, nohup with SIGHUP, and so would every command
     # here. What is caught is not inherited: the tests themselves go on after a hangup.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,177 @@
+"""Run the unit tests that changed files can reach, nearest first, for at most three minutes.
+
+    tools/test --changed              files changed since the branch left main, and uncommitted and new files
+    tools/test --changed HEAD~3       files changed since that commit
+
+A test module is reached by a module that it imports, directly or through others. A file that is no module reaches
+those whose text has its name. Tests that import a changed module directly run before those that do so through others.
+End-to-end, SLURM and GPU tests start programs instead of importing them: each change can reach them all, and they
+take longer than three minutes, so only a change of such a test itself selects it. The last lines say what did not
+run; `tools/test` runs everything.
+
+The module is also the pytest plugin that ends a run when its time is over.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("primerl_hpc", "tests")
+STARTS_PROGRAMS = ("tests/e2e/", "tests/slurm/", "tests/security/", "tests/gpu/")
+LIMIT_S = 150.0
+"""Of running tests; starting the workers and the last test of each take the rest of the three minutes."""
+END = "CHANGED_END"
+
+
+# -- which files changed, and which tests they reach -------------------------------------------------
+
+
+def changed_files(root: Path, base: str) -> list[str]:
+    """Paths relative to ``root`` that differ from the merge base with ``base``, and files new to git."""
+    git = ["git", "-C", str(root)]
+    differ = subprocess.run(
+        [*git, "diff", "--name-only", "--no-renames", "--merge-base", base],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    new = subprocess.run(
+        [*git, "ls-files", "--others", "--exclude-standard"], check=True, capture_output=True, text=True
+    )
+    return sorted({*differ.stdout.splitlines(), *new.stdout.splitlines()})
+
+
+def importers(root: Path) -> dict[str, set[str]]:
+    """module → the modules of package and tests that import it, at the top or inside a function."""
+    import grimp
+
+    sys.path.insert(0, str(root))
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    return {module: set(graph.find_modules_that_directly_import(module)) for module in graph.modules}
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def reached(
+    changed: Iterable[str], sources: dict[str, str], imported_by: dict[str, set[str]]
+) -> dict[str, int]:
+    """test file → number of imports between it and the nearest changed file (0: changed itself, or names it).
+
+    ``sources``: file → text of all modules of package and tests.
+    """
+    distances: dict[str, int] = {}
+    files = {module_name(path): path for path in sources}
+    for path in changed:
+        level = start(path, sources, imported_by)
+        seen: set[str] = set()
+        distance = 0
+        while level:
+            for module in level & files.keys():
+                distances[files[module]] = min(distance, distances.get(files[module], distance))
+            seen |= level
+            level = {importer for module in level for importer in imported_by.get(module, ())} - seen
+            distance += 1
+    return {
+        file: distance
+        for file, distance in distances.items()
+        if Path(file).name.startswith("test_") and (distance == 0 or not file.startswith(STARTS_PROGRAMS))
+    }
+
+
+def start(path: str, sources: dict[str, str], imported_by: dict[str, set[str]]) -> set[str]:
+    """Modules that a change of ``path`` reaches without an import.
+
+    A module reaches itself, an ``__init__`` all modules of its folder; any other file the modules whose text has its
+    name, and the test modules whose text has the name of its top folder as a string.
+    """
+    module = module_name(path)
+    if path.endswith("/__init__.py"):
+        return {module} | {name for name in imported_by if name.startswith(f"{module}.")}
+    if module in imported_by:
+        return {module}
+    name, top = Path(path).name, Path(path).parts[0]
+    return {
+        module_name(file)
+        for file, text in sources.items()
+        if name in text or (f'"{top}"' in text and file.startswith("tests/"))
+    }
+
+
+# -- the plugin --------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: Any) -> bool | None:
+    """End the worker's session instead of running ``item`` when the time is over."""
+    if time.time() > float(os.environ.get(END, "inf")):
+        item.session.shouldstop = "the time is over"
+        return True
+    return None
+
+
+class Count:
+    """The numbers of tests that ended and that failed, in pytest's controlling process."""
+
+    def __init__(self) -> None:
+        self.num_tests = self.num_failed = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.num_tests += report.when == "call" or report.skipped
+        self.num_failed += report.failed
+
+
+# -- the command -------------------------------------------------------------------------------------
+
+
+def find_base(root: Path) -> str:
+    """Return main on a branch, and the last commit on main itself."""
+    git = ["git", "-C", str(root)]
+    name = subprocess.run([*git, "branch", "--show-current"], check=True, capture_output=True, text=True)
+    has_main = subprocess.run(
+        [*git, "rev-parse", "--verify", "--quiet", "main"], check=False, stdout=subprocess.DEVNULL
+    )
+    return "HEAD" if name.stdout.strip() == "main" or has_main.returncode else "main"
+
+
+def main() -> int:
+    base = sys.argv[1] if len(sys.argv) > 1 else find_base(ROOT)
+    try:
+        changed = changed_files(ROOT, base)
+    except subprocess.CalledProcessError as failure:
+        print(f"error: {failure.stderr.strip()}\nhint: tools/test --changed [COMMIT]", file=sys.stderr)
+        return 2
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    distances = reached(changed, importers(ROOT), tests)
+    print(
+        f"{len(changed)} files differ from {base}; {len(distances)} of {len(tests)} test modules are reached"
+    )
+    if not distances:
+        return 0
+    os.environ[END] = str(time.time() + LIMIT_S)
+    chosen = sorted(distances, key=lambda file: (distances[file], file))
+    count = Count()
+    status = pytest.main(
+        [*("-p", "tests.support.changed", "-q", "--numprocesses", "2", "--no-loadscope-reorder"), *chosen],
+        plugins=[count],
+    )
+    if time.time() > float(os.environ[END]):
+        print(
+            f"The time was over after {count.num_tests} tests; what is reached from further away did not run. "
+            "Run all: tools/test"
+        )
+        status = 0 if status == pytest.ExitCode.INTERRUPTED and not count.num_failed else status
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What a test run does not take from the user, the job or the machine that starts it: variables, umask, home folder.
+
+`tests/conftest.py` calls it before any test is collected; the processes of tests inherit the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+OF_OTHERS = (
+    *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "PMI_", "PMIX_", "OMPI_"),
+    *(
+        "PRIMERL_",
+        "HF_",
+        "TRANSFORMERS_",
+        "VLLM_",
+        "TORCH",
+        "NCCL_",
+        "GLOO_",
+        "OMP_",
+        "MKL_",
+        "WANDB_",
+        "DO_NOT_TRACK",
+    ),
+    *(
+        "OPENAI_",
+        "ANTHROPIC_",
+        "CONDA_",
+        "APPTAINER",
+        "SINGULARITY",
+        "XDG_",
+        "LC_",
+        "LANGUAGE",
+        "GIT_",
+        "TMUX",
+    ),
+    *(
+        "BASH_ENV",
+        "MASTER_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "PYTHONHOME",
+        "PYTHONSTARTUP",
+        "PYTHONWARNINGS",
+    ),
+    *(
+        "PYTHONUTF8",
+        "PYTHONIOENCODING",
+        "PYTHONCOERCECLOCALE",
+        "PYTHONOPTIMIZE",
+        "COLUMNS",
+        "LINES",
+        "NO_COLOR",
+    ),
+    "FORCE_COLOR",
+)
+"""Prefixes of variables that change what commands, runs or libraries do."""
+KEPT = ("PRIMERL_TEST_", "PRIMERL_VENV")
+PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
+SET = {"LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def isolate(home: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove variables of others from ``environ``; set an empty home folder, the language C.UTF-8 and umask 022."""
+    for name in list(environ):
+        is_of_others = name.startswith(OF_OTHERS) and not name.startswith(KEPT)
+        if is_of_others or name.lower() in PROXIES:
+            del environ[name]
+    environ |= SET | {"HOME": str(home)}
+    os.umask(0o022)

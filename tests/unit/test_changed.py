@@ -1,0 +1,94 @@
+"""tests/support/changed.py: which tests a change reaches, and the end of a run whose time is over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import changed
+from tests.support.helpers import ROOT
+
+IMPORTED_BY = {
+    "primerl_hpc.plan": set(),
+    "primerl_hpc.plan.memory": {"primerl_hpc.plan.planner", "tests.unit.plan.test_memory"},
+    "primerl_hpc.plan.planner": {"tests.unit.plan.test_planner", "tests.slurm.test_submission"},
+    "tests.unit.plan.test_memory": set(),
+    "tests.unit.plan.test_planner": set(),
+    "tests.slurm.test_submission": set(),
+}
+SOURCES = {f"{name.replace('.', '/')}.py": "" for name in IMPORTED_BY} | {
+    "tests/unit/plan/test_planner.py": 'open(ROOT / "recipes" / "rl.yaml")'
+}
+MEMORY, PLANNER = "tests/unit/plan/test_memory.py", "tests/unit/plan/test_planner.py"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("primerl_hpc/plan/memory.py", {MEMORY: 1, PLANNER: 2}),
+        ("primerl_hpc/plan/planner.py", {PLANNER: 1}),
+        ("primerl_hpc/plan/__init__.py", {MEMORY: 1, PLANNER: 1}),
+        ("recipes/debug/rl.yaml", {PLANNER: 0}),
+        ("recipes/debug/sft.yaml", {PLANNER: 0}),
+        ("tests/slurm/test_submission.py", {"tests/slurm/test_submission.py": 0}),
+        ("LICENSE", {}),
+    ],
+)
+def test_a_change_reaches_importers_and_tests_that_name_the_file(path: str, expected: dict[str, int]) -> None:
+    assert changed.reached([path], SOURCES, IMPORTED_BY) == expected
+
+
+def test_the_nearest_of_several_changes_counts() -> None:
+    both = changed.reached(
+        ["primerl_hpc/plan/memory.py", "primerl_hpc/plan/planner.py"], SOURCES, IMPORTED_BY
+    )
+    assert both == {MEMORY: 1, PLANNER: 1}
+
+
+def test_the_import_graph_has_the_modules_and_imports_inside_functions() -> None:
+    imported_by = changed.importers(ROOT)
+    assert "tests.unit.test_changed" in imported_by["tests.support.changed"]
+    assert "primerl_hpc.trainer.rl_loop" in imported_by
+
+
+def test_committed_uncommitted_and_new_files_differ_from_main(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@localhost")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    git("init", "--initial-branch", "main")
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text("")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert changed.find_base(tmp_path) == "HEAD"
+    git("switch", "-c", "work")
+    (tmp_path / "a").write_text("committed")
+    git("commit", "-a", "-m", "second")
+    (tmp_path / "b").write_text("uncommitted")
+    (tmp_path / "d").write_text("new")
+    assert changed.find_base(tmp_path) == "main"
+    assert changed.changed_files(tmp_path, "main") == ["a", "b", "d"]
+
+
+def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text(
+        "import os, time\n"
+        "def test_first():\n    os.environ['CHANGED_END'] = str(time.time())\n"
+        "def test_second():\n    raise AssertionError\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.support.changed",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED and "1 passed" in done.stdout, done.stdout
