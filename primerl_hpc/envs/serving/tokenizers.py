@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-from collections.abc import Iterator
 from typing import Any
 
+from primerl_hpc.common.node.imports import without_torch
 from primerl_hpc.recipe.renderer import load_tokenizer
 from primerl_hpc.recipe.schema.model import Model
 from primerl_hpc.recipe.schema.recipe import Recipe
@@ -64,23 +62,3 @@ def share_tokenizer(source: str) -> None:
         return copy.deepcopy(loaded) if name == source else general(name)
 
     base.load_tokenizer = load
-
-
-@contextlib.contextmanager
-def without_torch() -> Iterator[None]:
-    """Let transformers find no torch while it is imported, and forget its modules afterwards.
-
-    An environment that imports it later gets the complete package. Does nothing if one of the two is imported already.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        yield
-        return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would warn that there is no torch
-    modules: dict[str, Any] = sys.modules
-    modules["torch"] = None  # import and find_spec then report that it does not exist
-    try:
-        yield
-    finally:
-        del modules["torch"]
-        for name in [name for name in modules if name.partition(".")[0] == "transformers"]:
-            del modules[name]

@@ -17,6 +17,7 @@ import sys
 from itertools import zip_longest
 from typing import Any
 
+from primerl_hpc.common.node.imports import without_collections, without_torch
 from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
 from primerl_hpc.recipe.schema.model import Model
 
@@ -47,10 +48,16 @@ def _text(tokenizer: Any, token: int | None) -> str:
     return "nothing more" if token is None else repr(tokenizer.decode([token]))
 
 
+def _compare(model: Model) -> str | None:
+    with contextlib.suppress(ImportError), without_torch():  # a tokenizer may need torch nevertheless
+        return difference(model, load_tokenizer(model))
+    return difference(model, load_tokenizer(model))
+
+
 def main() -> None:
     model = Model.model_validate(json.load(sys.stdin))
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print
-        found = difference(model, load_tokenizer(model))
+    with contextlib.redirect_stdout(sys.stderr), without_collections():  # libraries may print
+        found = _compare(model)
     print(json.dumps({"difference": found}))
 
 

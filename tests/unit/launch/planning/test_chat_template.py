@@ -1,6 +1,8 @@
 """A renderer that is chosen by hand is compared with the chat template before the queue."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +49,18 @@ def test_the_first_token_that_differs_from_the_chat_template_is_a_warning(folder
 def test_nothing_is_compared_for_the_template_itself_or_without_one(folder):
     assert warning(folder, "something else", renderer="default") == ""
     assert warning(folder, "") == ""
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+runpy.run_module("primerl_hpc.recipe.chat_template.template_comparison", run_name="__main__")
+assert "torch" not in sys.modules
+"""
+
+
+def test_submit_waits_for_no_import_of_torch(folder):
+    request = json.dumps({"name": str(folder), "renderer": {"name": "chatml"}})
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=request, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "difference" in json.loads(done.stdout), done.stderr
