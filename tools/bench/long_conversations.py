@@ -27,8 +27,19 @@ STEPS = 4
 
 def submit(code: Path, folder: Path, seq_len: int) -> int:
     """Run the recipe with the package in ``code``; return the exit status of ``submit --follow``."""
-    environ = {**os.environ, "PYTHONPATH": str(code), "PRIMERL_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-    tiny = [sys.executable, str(code / "tools" / "tiny-model"), str(folder / "tiny"), "--task", "alphabet-sort"]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(code),
+        "PRIMERL_HOME": str(folder / "home"),
+        "OMP_NUM_THREADS": "1",
+    }
+    tiny = [
+        sys.executable,
+        str(code / "tools" / "tiny-model"),
+        str(folder / "tiny"),
+        "--task",
+        "alphabet-sort",
+    ]
     subprocess.run(tiny, check=True, env=environ, stdout=subprocess.DEVNULL)
     changes = [
         f"model.name={folder / 'tiny' / 'model'}", "warmup=null", f"seq_len={seq_len}", f"max_steps={STEPS}",
@@ -36,7 +47,13 @@ def submit(code: Path, folder: Path, seq_len: int) -> int:
     ]  # fmt: skip
     command = [
         *(sys.executable, "-m", "primerl_hpc", "submit"),
-        *(str(code / "recipes" / "alphabet_sort" / "tiny.yaml"), "-p", "local", "--run-dir", str(folder / "run")),
+        *(
+            str(code / "recipes" / "alphabet_sort" / "tiny.yaml"),
+            "-p",
+            "local",
+            "--run-dir",
+            str(folder / "run"),
+        ),
         *(word for change in changes for word in ("--set", change)),
         "--follow",
     ]
@@ -74,7 +91,9 @@ def main() -> int:
         "long_with_an_advantage": len(trained),
         "long_share_of_done": len(long) / max(1, len(done)),
     }
-    return conclude("conversations at the context limit", [table], [] if long else ["none"], as_json=options.json)
+    return conclude(
+        "conversations at the context limit", [table], [] if long else ["none"], as_json=options.json
+    )
 
 
 if __name__ == "__main__":
