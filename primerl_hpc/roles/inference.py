@@ -8,6 +8,7 @@ import sys
 from primerl_hpc.common import env
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.node.compile_caches import kept_caches
+from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.inference.stores import secure_stores
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
@@ -46,5 +47,6 @@ def serve_engine(role: RoleProcess, phase: PhasePlan, *, is_frozen: bool = False
 
 if __name__ == "__mp_main__":  # a process that vLLM spawns imports this module again
     secure_stores()
+    read_models_once()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -28,6 +28,7 @@ from primerl_hpc.common.node.binding import bind_rank
 from primerl_hpc.common.node.compile_caches import kept_caches
 from primerl_hpc.common.node.exiting import exit_process
 from primerl_hpc.common.node.start_phases import own_phases
+from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.common.safety.error_text import describe_error
 from primerl_hpc.plan.types import PhasePlan, load_plan
 from primerl_hpc.run.rundir import RunDir
@@ -107,6 +108,7 @@ def main(arguments: list[str], loop: Loop = train_phase) -> None:
     """Train and exit. Does not return."""
     run_dir, phase_name, process = arguments
     root, rank = RunDir(Path(run_dir)), int(os.environ["RANK"])
+    read_models_once()
     try:
         train(root, phase_name, process, loop)
     except PrimerlError as error:

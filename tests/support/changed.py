@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("primerl_hpc", "tests")
 STARTS_PROGRAMS = ("tests/e2e/", "tests/slurm/", "tests/security/", "tests/gpu/")
 LIMIT_S = 150.0
-"""Of running tests; starting the workers and the last test of each take the rest of the three minutes."""
+"""Time for running tests; starting the workers and the last test of each take the rest of the three minutes."""
 END = "CHANGED_END"
 
 

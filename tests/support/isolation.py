@@ -1,4 +1,4 @@
-"""What a test run does not take from the user, the job or the machine that starts it: variables, umask, home folder.
+"""Variables, umask and home folder of a test run, whatever the user, the job or the machine that starts it has set.
 
 `tests/conftest.py` calls it before any test is collected; the processes of tests inherit the result.
 """

@@ -1,4 +1,4 @@
-"""The process on its node: the CPUs next to its GPUs, its compile caches, the times of its start, and its exit.
+"""The process on its node: CPUs next to its GPUs, compile caches, large imports, times of the start, and exit.
 
-Reading order: binding, compile_caches, imports, start_phases, exiting.
+Reading order: binding, compile_caches, imports, transformers_folders, start_phases, exiting.
 """

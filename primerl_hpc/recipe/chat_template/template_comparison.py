@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 from primerl_hpc.common.node.imports import without_collections, without_torch
+from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
 from primerl_hpc.recipe.schema.model import Model
 
@@ -56,6 +57,7 @@ def _compare(model: Model) -> str | None:
 
 def main() -> None:
     model = Model.model_validate(json.load(sys.stdin))
+    read_models_once()
     with contextlib.redirect_stdout(sys.stderr), without_collections():  # libraries may print
         found = _compare(model)
     print(json.dumps({"difference": found}))

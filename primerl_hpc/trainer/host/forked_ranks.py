@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 from primerl_hpc.common.node.imports import without_collections
+from primerl_hpc.common.node.transformers_folders import read_models_once
 
 POLL_S = 0.05
 MODULES = ("primerl_hpc.trainer.main", "primerl_hpc.trainer.rl_loop")
@@ -70,6 +71,7 @@ class ForkedRank:
 
 def fork_ranks(number: int, modules: Sequence[str] = MODULES) -> list[ForkedRank]:
     """Import what ranks need and fork them; an empty list if this process has threads, which a fork would lose."""
+    read_models_once()
     with without_collections():
         for module in modules:
             importlib.import_module(module)

@@ -615,7 +615,8 @@ def test_a_killed_supervisor_leaves_nothing_running_and_resume_takes_over(toy: T
     snapshot = take_snapshot(toy.run)
     assert snapshot.state == RunState.FAILED and "resume" in (snapshot.message or "")
     toy.start()
-    wait_for(lambda: len(toy.events("phase_started")) == 2)
+    # not before the trainer is there: without it nothing is saved, and the exit code is another one
+    wait_for(lambda: len(descendants_of(toy.supervisor.pid)) == 4, "both roles behind their guards again")
     toy.supervisor.send_signal(signal.SIGTERM)
     assert toy.end() == ExitCode.STOPPED
     assert os.readlink(toy.run.latest_logs) == "attempt_2"

@@ -1,0 +1,134 @@
+"""Import transformers without reading the source of all its models.
+
+    read_models_once()
+    from transformers import AutoTokenizer
+
+To know which name is in which module, transformers reads 1,500 files of source when it is imported, twice: half of the
+time of its import, and as many operations on a shared filesystem in each rank. What it finds is kept in the user's
+cache folder for the installed version, and read from there. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_MODULE = "transformers.utils.import_utils"
+_SCAN = "create_import_structure_from_path"
+FORMAT = 1
+
+
+def read_models_once() -> None:
+    """From now on, let transformers take the names of its models from the cache; nothing if it is imported already."""
+    if _MODULE not in sys.modules and not any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ModelsFinder())
+
+
+class _ModelsFinder(MetaPathFinder):
+    """Replaces the function that reads the models, as soon as its module has been imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if fullname != _MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: ModuleType) -> None:
+            execute(module)
+            if hasattr(module, _SCAN):
+                setattr(module, _SCAN, _remembering(getattr(module, _SCAN), Path(module.__file__ or "")))
+
+        spec.loader.exec_module = execute_and_replace  # pyright: ignore[reportAttributeAccessIssue] for this spec only
+        return spec
+
+
+def _remembering(scan: Callable[[Any], dict], import_utils: Path) -> Callable[[Any], dict]:
+    """Return ``scan`` with a memory for the folder of all models; other folders are read as before."""
+    models = import_utils.parents[1] / "models"
+    known = ""
+
+    @functools.wraps(scan)
+    def remembered(path: Any) -> dict:
+        nonlocal known
+        folder = Path(path)
+        if (folder.parent if folder.suffix == ".py" else folder) != models:
+            return scan(path)
+        cache = cache_file(models.parent)
+        known = known or _read(cache)
+        if not known:
+            known = json.dumps(encode(scan(path)))
+            _write(cache, known)
+        return decode(json.loads(known))  # a copy for each caller, who may change it
+
+    return remembered
+
+
+def cache_file(package: Path) -> Path | None:
+    """Return the file for this installation, named by its path and the time and size of its list of files.
+
+    None if transformers is not installed from a wheel: its source may change at any time.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        for record in package.parent.glob("transformers-*.dist-info/RECORD"):
+            facts = record.stat()
+            place = hashlib.sha256(str(package).encode()).hexdigest()[:12]
+            name = f"{FORMAT}-{record.parent.name}-{facts.st_size}-{facts.st_mtime_ns}-{place}"
+            return caches / "primerl-hpc" / f"{name}.json"
+    return None
+
+
+def encode(structure: dict) -> dict[str, Any]:
+    """Return JSON for ``{frozenset of backends: {module: names}, subfolder: {…}}``."""
+    return {
+        "modules": [
+            [sorted(backends), {module: sorted(names) for module, names in modules.items()}]
+            for backends, modules in structure.items()
+            if not isinstance(backends, str)
+        ],
+        "folders": {name: encode(below) for name, below in structure.items() if isinstance(name, str)},
+    }
+
+
+def decode(structure: dict[str, Any]) -> dict:
+    modules = {
+        frozenset(backends): {module: set(names) for module, names in found.items()}
+        for backends, found in structure["modules"]
+    }
+    return {**modules, **{name: decode(below) for name, below in structure["folders"].items()}}
+
+
+def _read(cache: Path | None) -> str:
+    """Return the content of the cache; empty if there is none, or if it belongs to another user."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        if cache is not None:
+            with cache.open(encoding="utf-8") as file:
+                text = file.read() if os.fstat(file.fileno()).st_uid == os.geteuid() else ""
+            decode(json.loads(text))
+            return text
+    return ""
+
+
+def _write(cache: Path | None, text: str) -> None:
+    """Write the cache in one step. A run without a writable home folder reads the models again."""
+    with contextlib.suppress(OSError):
+        if cache is not None:
+            cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=cache.parent, prefix=f".{cache.name}.")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(cache)
