@@ -60,7 +60,7 @@ def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
 ) -> None:
     monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
     run = RunDir(work / "runs" / "watched")
-    words = ("submit", "sft.yaml", "-p", "local", "--set", "max_steps=100", "--follow")
+    words = ("submit", "sft.yaml", "-p", "local", "--set", "max_steps=40", "--follow")
     request.addfinalizer(lambda: [process.kill() for process in processes_of(run.root)])
     with Terminal("primerl_hpc", *words, "--run-dir", str(run.root), cwd=work) as terminal:
         terminal.wait_for("starting sft")
@@ -71,7 +71,7 @@ def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
         assert terminal.end() == ExitCode.DONE, terminal.shown
     assert wait_for_end(run) == RunState.DONE, told(run)
     assert len(events(run, "attempt_started")) == 1 and not events(run, "stop_requested")
-    assert max(read_steps(run.metrics("sft"))) == 100
+    assert max(read_steps(run.metrics("sft"))) == 40
     wait_for(lambda: not any(map(is_alive, before)), "every process to end")
 
 

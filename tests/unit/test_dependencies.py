@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -50,6 +51,7 @@ def declared() -> dict[str, set[str]]:
     }
 
 
+@functools.cache
 def imported(folder: Path) -> dict[str, str]:
     """Top-level name of every third-party module that a folder imports, with one file that does."""
     found: dict[str, str] = {}

@@ -26,6 +26,11 @@ _MAX_DRAWS_PER_TASK = 1000
 _PROMPT = "{} Use the tool search; end with a line that contains only the answer."
 
 
+def ends_with_answer(reply: str, answer: str) -> bool:
+    lines = reply.strip().splitlines() or [""]
+    return re.sub(r"[,*]", "", lines[-1]).strip(" .").lower() == answer.lower()
+
+
 class LocalSearchData(vf.TaskData):
     answer: str
 
@@ -37,8 +42,7 @@ class LocalSearchTask(vf.Task[LocalSearchData]):
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        lines = (trace.last_reply or "").strip().splitlines() or [""]
-        return float(re.sub(r"[,*]", "", lines[-1]).strip(" .").lower() == self.data.answer.lower())
+        return float(ends_with_answer(trace.last_reply or "", self.data.answer))
 
     @vf.metric
     async def tool_calls(self, trace: vf.Trace) -> float:
