@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,63 @@ def test_committed_uncommitted_and_new_files_differ_from_main(tmp_path: Path) ->
     (tmp_path / "d").write_text("new")
     assert changed.find_base(tmp_path) == "main"
     assert changed.changed_files(tmp_path, "main") == ["a", "b", "d"]
+
+
+FILES = {
+    "primerl_hpc/__init__.py": "",
+    "primerl_hpc/near.py": "",
+    "primerl_hpc/far.py": "from primerl_hpc import near",
+    "primerl_hpc/other.py": "",
+    "tests/__init__.py": "",
+    "tests/support/__init__.py": "",
+    "tests/unit/__init__.py": "",
+    "tests/unit/test_a_far.py": "from primerl_hpc import far\ndef test_far(): print('ran far')",
+    "tests/unit/test_b_near.py": "from primerl_hpc import near\ndef test_near(): print('ran near')",
+    "tests/unit/test_c_other.py": "from primerl_hpc import other\ndef test_other(): print('ran other')",
+}
+
+
+def test_the_command_runs_what_a_change_reaches(tmp_path: Path) -> None:
+    for name, text in {**FILES, "tests/support/changed.py": Path(changed.__file__).read_text()}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    for words in (("init", "--initial-branch", "main"), ("add", "."), ("commit", "-m", "first")):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        return subprocess.run(
+            [sys.executable, "-m", "tests.support.changed", *words],
+            cwd=tmp_path,
+            env={**environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": "-rP"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert "reach 0 test modules" in run().stdout
+    (tmp_path / "primerl_hpc" / "near.py").write_text("VALUE = 1\n")
+    done = run()
+    assert done.returncode == 0 and "reach 2 test modules" in done.stdout, done.stdout + done.stderr
+    assert set(re.findall(r"^ran (\w+)", done.stdout, re.MULTILINE)) == {"near", "far"}
+    done = run("no-such-commit")
+    assert done.returncode == 2 and "no-such-commit" in done.stderr and "hint: " in done.stderr
+
+
+def test_the_nearest_modules_run_first(tmp_path: Path) -> None:
+    for name in ("test_a.py", "test_b.py", "test_c.py"):
+        (tmp_path / name).write_text("def test(): pass")
+    options = ("-p", "tests.support.changed", "--rootdir", str(tmp_path), "-q", "--collect-only")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, changed.ORDER: os.pathsep.join(("test_c.py", "test_a.py"))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"test_\w\.py", done.stdout) == ["test_c.py", "test_a.py", "test_b.py"]
 
 
 def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
