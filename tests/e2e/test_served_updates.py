@@ -29,7 +29,7 @@ TRUE_WARNINGS = {
     "a part of a fused parameter": [],  # vLLM logs nothing
     "a norm": ["RMSNorm: Failed to load weights", NOT_LOADED + "{'model.norm.weight'}"],
 }  # fmt: skip
-"""What vLLM's reload logs about the parameter that the model copies past its loader, by case of `BYPASSES`."""
+"""Warnings of vLLM's reload about the parameter that the model copies past its loader, by case of `BYPASSES`."""
 
 
 @pytest.fixture(scope="module")

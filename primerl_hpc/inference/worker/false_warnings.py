@@ -29,7 +29,7 @@ LOGGERS = {
 
 
 class Written(Protocol):
-    """What an update is known to have written."""
+    """Parameters and layers that an update is known to have written."""
 
     def written_names(self) -> set[str]:
         """Return the names of the parameters that were written completely."""
