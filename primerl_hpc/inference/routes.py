@@ -143,7 +143,7 @@ class EngineRoutes:
                 if (refusal := refused_template(body, self.state.template_settings)) is not None:
                     return await _error(400, refusal)(scope, receive, send)
             elif scope["path"] == GENERATE:
-                receive, send = await rewrite_response(request, send)
+                receive, send = await rewrite_response(request, send, has_experts=self.state.returns_experts)
         elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
             return await send({"type": "websocket.close", "code": 1008})
         return await self.app(scope, receive, send)

@@ -27,9 +27,13 @@ TOKEN_FIELD = re.compile(rb'\{"token_id":(\d+)')
 START = re.compile(rb'"routed_experts_prompt_start":\s*(\d+)')
 
 
-def rewrite(body: bytes, start: int) -> bytes:
-    """Return the converted response body. ``start``: index of the first token that has experts."""
-    body = TOKEN_FIELD.sub(rb'{"token":"token_id:\1","token_id":\1', body)
+def add_token_texts(body: bytes) -> bytes:
+    """Return the response body with a text for each token that is named by its number."""
+    return TOKEN_FIELD.sub(rb'{"token":"token_id:\1","token_id":\1', body)
+
+
+def rewrite_experts(body: bytes, start: int) -> bytes:
+    """Return the response body with converted experts. ``start``: index of the first token that has experts."""
     return VLLM_FIELD.sub(lambda match: _client_field(match[1], start), body)
 
 
@@ -42,8 +46,11 @@ def _client_field(encoded: bytes, start: int) -> bytes:
     return b'"routed_experts":{"data":"' + numbers + b'",' + rest[1:].encode()
 
 
-async def rewrite_response(request: Request, send: Send) -> tuple[Receive, Send]:
-    """Return replacements for ``receive`` and ``send`` that convert the response to a token request."""
+async def rewrite_response(request: Request, send: Send, *, has_experts: bool) -> tuple[Receive, Send]:
+    """Return replacements for ``receive`` and ``send`` that convert the response to a token request.
+
+    ``has_experts``: the engine returns selected experts, which are converted too.
+    """
     request_body, receive = await read_body(request)
     found = START.search(request_body)
     start = int(found[1]) if found else 0
@@ -59,7 +66,9 @@ async def rewrite_response(request: Request, send: Send) -> tuple[Receive, Send]
         else:
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
-                body = rewrite(b"".join(parts), start)
+                body = add_token_texts(b"".join(parts))
+                if has_experts:
+                    body = rewrite_experts(body, start)
                 others = [header for header in head["headers"] if header[0].lower() != b"content-length"]
                 await send({**head, "headers": [*others, (b"content-length", str(len(body)).encode())]})
                 await send({"type": "http.response.body", "body": body})
