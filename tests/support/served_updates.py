@@ -188,7 +188,7 @@ def reload_warnings() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
-    loggers = [logging.getLogger(name) for name in LOGGERS.values()]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.WARNING)

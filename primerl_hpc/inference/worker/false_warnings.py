@@ -21,11 +21,12 @@ NOT_LOADED = "Following weights were not loaded from checkpoint: %s"
 """Its argument is a set of names of parameters."""
 NO_WEIGHTS = "%s: Failed to load weights"
 """Its argument is the name of a layer's class."""
-LOGGERS = {
-    NOT_LOADED: "vllm.v1.worker.gpu_model_runner",
-    NO_WEIGHTS: "vllm.model_executor.model_loader.reload.layerwise",
-}
-"""Message and the logger that vLLM passes it to."""
+LOGGERS = (
+    "vllm.v1.worker.gpu_model_runner",  # `NOT_LOADED` in 0.31
+    "vllm.model_executor.model_loader.reload.inplace",  # `NOT_LOADED` in 0.32
+    "vllm.model_executor.model_loader.reload.layerwise",  # `NO_WEIGHTS`
+)
+"""Loggers of these messages."""
 
 
 class Written(Protocol):
@@ -64,7 +65,7 @@ class FalseWarnings(logging.Filter):
 def without_false_warnings(written: Written) -> Iterator[None]:
     """Install `FalseWarnings` in the block, for the loggers of these two messages only."""
     false_warnings = FalseWarnings(written)
-    loggers = [logging.getLogger(name) for name in LOGGERS.values()]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:
         logger.addFilter(false_warnings)
     try:
