@@ -4,10 +4,10 @@
         worker.reload_weights(...)
 
 vLLM 0.31 and 0.32 compare names that a model's ``load_weights`` returns with names of parameters, and warn about each
-layer that received nothing. Both are wrong for a correct update: ``load_weights`` does not report attention sinks and, in 0.31,
-experts, tables of rotary embeddings are computed, and a tied head shares the embedding's tensor. `LoadRecord`
-counts what each parameter received. A warning is dropped if the count disproves it, and reduced to the parameters for
-which the count does not.
+layer that received nothing. Both are wrong for a correct update: ``load_weights`` does not report attention sinks, and
+in 0.31 not all experts; tables of rotary embeddings are computed; and a tied head shares the embedding's tensor.
+`LoadRecord` counts what each parameter received. A warning is dropped if the count disproves it, and reduced to the
+parameters for which the count does not.
 """
 
 from __future__ import annotations
