@@ -1,7 +1,7 @@
 """Reject requests that contain a chat template, or template settings that the model's own template does not use.
 
 vLLM 0.31 has CVE-2026-115911 and PYSEC-2026-4349: rendering a template from a request, or one with settings from a
-request, may never terminate. vLLM 0.32 fixes this but cannot be used yet (docs/decisions/0001-versions.md).
+request, may never terminate. vLLM 0.32 fixes this (docs/decisions/0001-versions.md).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.inference.chat_requests import read_body, refused_template
 from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
-from primerl_hpc.inference.routed_experts import GENERATE, rewrite_response
+from primerl_hpc.inference.token_responses import GENERATE, rewrite_response
 from primerl_hpc.inference.token_route import TokenRoute
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
 from primerl_hpc.transport.weights.filesystem import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -142,8 +142,8 @@ class EngineRoutes:
                 body, receive = await read_body(request)
                 if (refusal := refused_template(body, self.state.template_settings)) is not None:
                     return await _error(400, refusal)(scope, receive, send)
-            elif self.state.returns_experts and scope["path"] == GENERATE:
-                receive, send = await rewrite_response(request, send)
+            elif scope["path"] == GENERATE:
+                receive, send = await rewrite_response(request, send, has_experts=self.state.returns_experts)
         elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
             return await send({"type": "websocket.close", "code": 1008})
         return await self.app(scope, receive, send)

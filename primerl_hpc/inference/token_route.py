@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from primerl_hpc.inference.chat_requests import read_body, replay_body
-from primerl_hpc.inference.routed_experts import GENERATE
+from primerl_hpc.inference.token_responses import GENERATE
 from primerl_hpc.transport.rollouts.token_arrays import MEDIA_TYPE, SampledTokens, encode
 
 logger = logging.getLogger(__name__)

@@ -49,6 +49,9 @@ LORA_DENSE = {
     "model": "qwen3", "is_supervised": True, "reference": "lora-dense-1",
     "lora": {"rank": 3, "target_modules": ["q_proj", "mlp.down_proj"]},
 }  # fmt: skip
+TIED = {"model": "tied", "is_supervised": True, "reference": "tied-1"}
+"""A qwen3 whose head is the table of its embeddings: one gradient, the sum of two."""
+TIED_LORA = {**LORA_DENSE, "model": "tied", "reference": "lora-tied-1"}
 
 CUSTOM = {
     "model": "llama", "reference": "custom-1",
@@ -103,6 +106,7 @@ FLOAT16: dict[str, dict[str, Any]] = {
         "model": "qwen3_moe", "ranks": 2, "layout": {"expert_parallel": 2}, "reference": "float16-expert-1",
         "trainer": {"float32": ["router", "head", "norm"], "activation_checkpointing": "full"},
     },
+    "float16-tied-2": {**TIED, "ranks": 2, "trainer": {"float32": ["head"]}},
     "float16-lora-2": {**LORA_DENSE, "ranks": 2, "trainer": {"float32": ["head", "norm"]}},
 }  # fmt: skip
 WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
@@ -143,6 +147,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model": "qwen3", "ranks": 2, "layout": {"context_parallel": 2}, "is_supervised": True, "reference": "qwen3-1",
     },
     "custom-loss-ring-2": {**CUSTOM, "ranks": 2, "layout": {"context_parallel": 2, "context_style": "ring"}},
+    "tied-shard-2": {**TIED, "ranks": 2, "is_exported": True},
+    "tied-large-2": {**TIED, "ranks": 2, **ONE_BY_ONE, "is_large": True},
+    "lora-tied-2": {**TIED_LORA, "ranks": 2, "is_exported": True},
     # compositions
     "expert-3-of-8": {"model": "qwen3_moe", "ranks": 3, "layout": {"expert_parallel": 3}},
     "auto-3": {"model": "qwen3_moe", "ranks": 3},
@@ -374,6 +381,7 @@ def cases(folder: Path) -> list[Case]:
     named: dict[str, dict[str, Any]] = {}
     for name, case in REFERENCE.items():
         named[name] = case
+    named["tied-1"], named["lora-tied-1"] = {**TIED, "ranks": 1}, {**TIED_LORA, "ranks": 1}
     for family in REFERENCES:
         named[f"{family}-rl"] = {"model": family, "ranks": 1}
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
@@ -413,6 +421,7 @@ def results(tmp_path_factory) -> Results:
     folder = tmp_path_factory.mktemp("parallel")
     for family in (*REFERENCES, "olmo2"):
         make_family(family, folder / family)
+    make_family("qwen3", folder / "tied", tie_word_embeddings=True)
     make_vision_language(folder / "qwen3_vl")
     make_family("qwen3_moe", folder / "wide", **WIDE)
     (folder / "cases.json").write_text(json.dumps(cases(folder)))
@@ -511,7 +520,7 @@ def plain_loss(model, step: int) -> Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
 def test_a_family_trains_as_plain_transformers_does(results, family):
     """Cross-entropy of unpacked samples, computed with transformers on one process."""
     from transformers import AutoModelForCausalLM

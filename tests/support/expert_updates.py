@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.served_updates import make_model
+from tests.support.served_updates import make_model, reload_warnings
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -97,15 +97,19 @@ def compared(layout: str, folder: Path, rank: int) -> dict[str, Any]:
     first, second = folder / "1", folder / "2"
     worker = make_worker(layout, first, rank)
     found: dict[str, Any] = {"layout": layout, "rank": rank, "started": digests(worker)}
-    found["updated"] = reload_by_package(worker, stream_tensors(read_headers(second)))
+    with reload_warnings() as found["warnings"]:
+        found["updated"] = reload_by_package(worker, stream_tensors(read_headers(second)))
     found["back"] = reload_by_vllm(worker, first)
-    found["by_vllm"] = reload_by_vllm(worker, second)
+    with reload_warnings() as found["warnings_by_vllm"]:
+        found["by_vllm"] = reload_by_vllm(worker, second)
     whole, stacked_experts.MAX_HELD_BYTES = stacked_experts.MAX_HELD_BYTES, 0
     copies = ((name, tensor.clone()) for name, tensor in stream_tensors(read_headers(first)))
     found["in_parts"] = reload_by_package(worker, copies)
     stacked_experts.MAX_HELD_BYTES = whole
     tensors = stream_tensors(read_headers(first))
-    found["omitted"] = reload_by_package(worker, (entry for entry in tensors if entry[0] != OMITTED))["error"]
+    others = (entry for entry in tensors if entry[0] != OMITTED)
+    with reload_warnings() as found["warnings_omitted"]:
+        found["omitted"] = reload_by_package(worker, others)["error"]
     return found
 
 

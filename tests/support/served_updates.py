@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 import threading
@@ -179,6 +180,26 @@ def make_model(folder: Path, family: str, seed: int) -> Any:
     return model.float().eval()
 
 
+@contextmanager
+def reload_warnings() -> Iterator[list[str]]:
+    """Yield a list that receives the warnings of vLLM's reload in the block, also if vLLM logs errors only."""
+    from primerl_hpc.inference.worker.false_warnings import LOGGERS
+
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+    try:
+        yield messages
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+
+
 class Engine:
     """vLLM in this process, with our worker extension and the model in ``folder``."""
 
@@ -242,8 +263,9 @@ def updated(family: str, folder: Path) -> dict[str, Any]:
     first, second = (logprobs(model, ids) for model in models)
     engine = Engine(folder / "1", "bfloat16" if family in HALF else "float32")
     try:
-        found = {"start": engine.difference(first, ids)}
-        answer = engine.update({"path": str(folder / "2"), "version": 1})
+        found: dict[str, Any] = {"start": engine.difference(first, ids)}
+        with reload_warnings() as warnings:
+            answer = engine.update({"path": str(folder / "2"), "version": 1})
         found |= {"folder": engine.difference(second, ids), "stale": engine.difference(first, ids)}
         engine.update({"path": str(folder / "1"), "version": 2})
         found["back"] = engine.difference(first, ids)
@@ -251,7 +273,7 @@ def updated(family: str, folder: Path) -> dict[str, Any]:
             with sending(models[1]) as body:
                 engine.update(body)
             found["broadcast"] = engine.difference(second, ids)
-        return found | {"num_parameters": answer["num_parameters"]}
+        return found | {"num_parameters": answer["num_parameters"], "warnings": warnings}
     finally:
         engine.close()
 
@@ -308,9 +330,10 @@ def bypassed(tensor: str, folder: Path) -> dict[str, Any]:
     plain = Qwen3ForCausalLM.load_weights
     Qwen3ForCausalLM.load_weights = copies_past_loader(plain, tensor)
     try:
-        return {"answer": engine.update({"path": str(folder / "2"), "version": 1})}
+        with reload_warnings() as warnings:
+            return {"answer": engine.update({"path": str(folder / "2"), "version": 1})}
     except Exception as error:  # noqa: BLE001 (what it is, is the result)
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", "warnings": warnings}
     finally:
         Qwen3ForCausalLM.load_weights = plain
         engine.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primerl_hpc.common.errors import DataError
+from primerl_hpc.inference.worker.false_warnings import without_false_warnings
 from primerl_hpc.inference.worker.stacked_experts import StackedExperts
 
 MAX_NAMED = 3  # parameters that an error message names
@@ -32,7 +33,7 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Any]]) -> int:
     model = worker.model_runner.get_model()
     _forget_cpu_moe_kernels(model)
     record, experts = LoadRecord(model), StackedExperts()
-    with record.counting(), experts.observing():
+    with record.counting(), experts.observing(), without_false_warnings(record):
         stream = record.watch(_through_loaders(model, weights))
         worker.reload_weights(weights_iterator=experts.through(stream))
     record.check()
@@ -64,6 +65,7 @@ class LoadRecord:
         self._received: Counter[int] = Counter()  # by id() of the parameter, which `expected` keeps alive
         self._in_place: list[tuple[Any, Callable[..., Any] | None]] = []
         self._buffers: dict[str, Any] = {}
+        self._by_class: dict[str, list[Expected | None]] = {}  # None: a tensor that need not be written
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -99,15 +101,32 @@ class LoadRecord:
                 self.expected.append(Expected(name, [buffer], buffer.numel()))
             yield name, tensor
 
+    def is_written(self, entry: Expected) -> bool:
+        """True if the load has written the parameter completely."""
+        return self._num_received(entry) >= entry.num_elements
+
+    def written_names(self) -> set[str]:
+        """Return the names of the parameters that the load has written completely."""
+        # vLLM's warning names the base layers of adapters as the checkpoint does
+        return {entry.name.replace(".base_layer.", ".") for entry in self.expected if self.is_written(entry)}
+
+    def has_written_layers(self, class_name: str) -> bool:
+        """True if the load is known to have written all tensors of the class's layers that a checkpoint can contain.
+
+        Layers without such tensors count as written, for example computed tables of rotary embeddings.
+        """
+        entries = self._by_class.get(class_name, [None])
+        return all(entry is not None and self.is_written(entry) for entry in entries)
+
+    def _num_received(self, entry: Expected) -> int:
+        return max(self._received[id(parameter)] for parameter in entry.parameters)
+
     def check(self) -> None:
         """Raise DataError naming the parameters that the load did not write completely."""
-        received = [
-            max(self._received[id(parameter)] for parameter in entry.parameters) for entry in self.expected
-        ]
         missing = [
-            f"{entry.name} ({num_elements} of {entry.num_elements} elements)"
-            for entry, num_elements in zip(self.expected, received, strict=True)
-            if num_elements < entry.num_elements
+            f"{entry.name} ({self._num_received(entry)} of {entry.num_elements} elements)"
+            for entry in self.expected
+            if not self.is_written(entry)
         ]
         if not self.expected or missing:
             some = ", ".join(missing[:MAX_NAMED]) + (", …" if len(missing) > MAX_NAMED else "")
@@ -127,28 +146,36 @@ class LoadRecord:
         by_served: dict[int, Expected] = {}
         is_tied = _is_tied(self.model)
         for path, layer in self.model.named_modules():
+            of_class = self._by_class.setdefault(type(layer).__name__, [])
+            served, _ = get_layerwise_info(layer).kernel_tensors or ({}, {})
             # a checkpoint need not contain the scales of the KV cache, or a head that shares the embedding
             if is_deferred_attention_layer(layer) or (is_tied and _is_head(layer)):
+                of_class.append(by_served.get(id(served.get("weight"))))
                 continue
             prefix = f"{path}." if path else ""
-            served, _ = get_layerwise_info(layer).kernel_tensors or ({}, {})
             for name, parameter in layer._parameters.items():
-                if parameter is None or not (num_elements := _num_loaded(layer, name, parameter)):
+                if parameter is None:
                     continue
-                shared = by_served.get(id(served.get(name, parameter)))
-                if shared is not None:
-                    shared.parameters.append(parameter)
+                if not (num_elements := _num_loaded(layer, name, parameter)):
+                    of_class.append(None)
                     continue
-                self._count_in_place(name, parameter)
-                entry = Expected(prefix + name, [parameter], num_elements)
-                by_served[id(served.get(name, parameter))] = entry
-                self.expected.append(entry)
+                entry = by_served.get(id(served.get(name, parameter)))
+                if entry is not None:
+                    entry.parameters.append(parameter)
+                else:
+                    self._count_in_place(name, parameter)
+                    entry = Expected(prefix + name, [parameter], num_elements)
+                    by_served[id(served.get(name, parameter))] = entry
+                    self.expected.append(entry)
+                of_class.append(entry)
             persistent = layer._buffers.keys() - layer._non_persistent_buffers_set
-            self._buffers |= {
+            buffers = {
                 prefix + name: layer._buffers[name]
                 for name in persistent
                 if layer._buffers[name] is not None and layer._buffers[name].is_meta
             }
+            self._buffers |= buffers
+            of_class += [None] * len(buffers)
 
     def _count_in_place(self, name: str, parameter: Any) -> None:
         """Count the elements of a parameter that vLLM loads in place, without wrapping its loader."""

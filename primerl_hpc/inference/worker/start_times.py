@@ -18,10 +18,10 @@ from primerl_hpc.common import env
 _MESSAGES = (
     ("model", "Model loading took ", -1),
     ("weights", "Loading weights took ", 0),
-    ("compile", "torch.compile took ", 0),
+    ("compile", "torch.compile took ", -1),
     ("graph capture", "Graph capturing finished in ", 0),
 )
-"""Phase, start of the message, and which of its values is the time in seconds."""
+"""Phase, a part of the message, and which of its values is the time in seconds. vLLM 0.32 has a prefix for compile."""
 _PREFIX = "start-times-"
 
 
@@ -34,12 +34,8 @@ class StartTimes(logging.Handler):
         self.seconds: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        for phase, start, index in _MESSAGES:
-            if (
-                isinstance(record.msg, str)
-                and record.msg.startswith(start)
-                and isinstance(record.args, tuple)
-            ):
+        for phase, part, index in _MESSAGES:
+            if isinstance(record.msg, str) and part in record.msg and isinstance(record.args, tuple):
                 try:
                     self.seconds[phase] = self.seconds.get(phase, 0.0) + float(str(record.args[index]))
                     self.path.write_text(json.dumps(self.seconds))

@@ -42,6 +42,8 @@ from primerl_hpc.trainer.parallel.mesh import World
 # -- refusals --------------------------------------------------------------------------------------
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+INDEXED_LAYERS = {"deepseek_sparse_attention", "indexed_attention"}
+"""Names up to transformers 5.17 and from 5.19 on."""
 
 
 class DecoderBlock(nn.Module):
@@ -127,7 +129,8 @@ def check_layers(blocks: Sequence[nn.Module], config: PreTrainedConfig, name: st
     ):
         unsupported = {"convolution"}
     if unsupported:
-        reason = ", whose tokens are chosen by an indexer" if "sparse" in min(unsupported) else ""
+        is_indexed = min(unsupported) in INDEXED_LAYERS
+        reason = ", whose tokens are chosen by an indexer" if is_indexed else ""
         raise ConfigError(
             f"model {name} has {min(unsupported)} layers{reason}, which this version does not train"
         )

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -90,7 +91,8 @@ class Vision:
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2
         grid = torch.tensor([[1, merge, merge]], device=hidden.device)
         features = self.model.get_image_features(hidden.new_zeros(merge**2, width), grid, return_dict=True)
-        parts = [*features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+        # transformers 5.17 returns a tensor per layer of the tower, later versions one per layer and image
+        parts = tree_leaves([features.pooler_output, getattr(features, "deepstack_features", None) or ()])
         return 0 * torch.stack([part.sum() for part in parts]).sum()
 
 

@@ -90,7 +90,7 @@ class LocalExperts:
     """This rank's experts as the fused module that transformers' own functions expect."""
 
     _is_expert_parallel = True
-    """Read by transformers 5.23: rows may have an expert id beyond the last one, which belongs to no expert."""
+    """Read by transformers from 5.19 on: rows may have an expert id beyond the last one, which belongs to no expert."""
 
     def __init__(self, module: FusedExperts) -> None:
         self._module = module

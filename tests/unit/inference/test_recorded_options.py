@@ -5,7 +5,6 @@ If a test fails because a recipe or vLLM changed: ``tools/bench/engine_arguments
 
 from __future__ import annotations
 
-import configparser
 import json
 import shlex
 from collections.abc import Sequence
@@ -100,9 +99,8 @@ def arguments_of(recipe: Recipe, role: Role) -> list[str]:
 
 
 def test_the_options_were_recorded_with_the_vllm_that_is_installed_on_gpus() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    assert f"vllm=={schema()['vllm']}" in setup["options.extras_require"]["gpu"].split()
+    pins = (ROOT / "constraints" / "gpu.txt").read_text().splitlines()
+    assert f"vllm=={schema()['vllm']}" in pins
     assert recorded()["vllm"] == schema()["vllm"]
 
 

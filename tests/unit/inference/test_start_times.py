@@ -15,7 +15,7 @@ from primerl_hpc.inference.worker.start_times import StartTimes, read_start_time
 MESSAGES = {
     "v1/worker/gpu_model_runner.py": '"Model loading took %s GiB memory and %.6f seconds"',
     "model_executor/model_loader/default_loader.py": '"Loading weights took %.2f seconds"',
-    "compilation/monitor.py": '"torch.compile took %.2f s in total"',
+    "compilation/monitor.py": 'torch.compile took %.2f s in total"',  # after a prefix in 0.32
     "v1/worker/gpu/model_runner.py": '"Graph capturing finished in %.0f secs, took %.2f GiB"',
 }
 
@@ -46,7 +46,8 @@ def test_numbers_of_messages_become_phases(recorder: logging.Logger, tmp_path: P
     assert read_start_times() == {"model": 1.5}
     recorder.info("Model loading took %s GiB memory and %.6f seconds", "0.1", 2.25)
     recorder.info("torch.compile took %.2f s in total", 8.0)
-    recorder.info("torch.compile took %.2f s in total", 1.0)  # of a second model: a draft or an encoder
+    # of a second model: a draft or an encoder; the form of vLLM 0.32
+    recorder.info("%storch.compile took %.2f s in total", "[encoder] ", 1.0)
     recorder.info("Graph capturing finished in %.0f secs, took %.2f GiB", 4.0, 0.5)
     recorder.info("Warming up")
     assert read_start_times() == {"model": 2.25, "compile": 9.0, "graph capture": 4.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_doctor_reports_versions_limits_space_and_tokens_of_this_machine(
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.1\n")
     monkeypatch.syspath_prepend(old.parent)
     wrong = versions()
-    assert not wrong.is_ok and "transformers 4.1 instead of >=5" in wrong.message.replace("<5.18,", "")
+    assert not wrong.is_ok and "transformers 4.1 instead of >=5" in re.sub(r"<5\.\d+,", "", wrong.message)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from primerl_hpc.plan.predict.architectures.parts import Layer, Mixer, Vectors, 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SPARSE, SHARED = "deepseek_sparse_attention", "shared_sparse_attention"
-OLD_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
-"""Names that older config.json files use."""
+OTHER_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR, "indexed_attention": SPARSE}
+"""Names in older config.json files, and in those of transformers from 5.19 on."""
 
 PLAIN_ATTENTION, GATED_MLP = GroupedQuery(), Mlp()
 
@@ -101,7 +101,7 @@ def layer_types(reader: ConfigReader, family: Family) -> tuple[str, ...]:
     number = reader.num_layers
     if reader.has("layer_types"):
         names = reader.names("layer_types", number)
-        return tuple(OLD_LAYER_TYPES.get(name, name) for name in names)
+        return tuple(OTHER_LAYER_TYPES.get(name, name) for name in names)
     return tuple(family.layer_type(reader, index) for index in range(number))
 
 
@@ -181,7 +181,7 @@ PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
 
 def nemotron_blocks(reader: ConfigReader, family: Family) -> tuple[Layer, ...]:
     if reader.has("layers_block_type"):
-        types = tuple(OLD_LAYER_TYPES.get(name, name) for name in reader.names("layers_block_type"))
+        types = tuple(OTHER_LAYER_TYPES.get(name, name) for name in reader.names("layers_block_type"))
     else:
         pattern = reader.config.get("hybrid_override_pattern")
         if not isinstance(pattern, str) or not pattern or set(pattern) - PATTERN.keys():

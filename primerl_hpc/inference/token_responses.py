@@ -1,8 +1,11 @@
-"""Convert the selected experts in vLLM's responses to the format that the verifiers client reads.
+"""Convert vLLM's responses to token requests to the format that the verifiers client (renderers 0.1.12) reads.
+
+vLLM 0.32 names the token of a log-probability by its number, ``{"token_id": 35, …}``; 0.31 and the client by a text,
+``{"token": "token_id:35", …}``, which is added here.
 
 vLLM sends ``"routed_experts": "<base64 of an .npy file>"``. The client expects ``{"data": "<base64 of the array>",
 "shape": [tokens, layers, k], "start": first token, "dtype": "uint8"}``, in this order. A response holds megabytes of
-it, so the field is replaced in the bytes and the response is not parsed as JSON.
+it, so both are replaced in the bytes and the response is not parsed as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from primerl_hpc.inference.chat_requests import read_body
 
 GENERATE = "/inference/v1/generate"
 VLLM_FIELD = re.compile(rb'"routed_experts":"([^"]*)"')
+TOKEN_FIELD = re.compile(rb'\{"token_id":(\d+)')
 START = re.compile(rb'"routed_experts_prompt_start":\s*(\d+)')
+
+
+def add_token_texts(body: bytes) -> bytes:
+    """Return the response body with a text for each token that is named by its number."""
+    return TOKEN_FIELD.sub(rb'{"token":"token_id:\1","token_id":\1', body)
 
 
 def rewrite_experts(body: bytes, start: int) -> bytes:
@@ -37,8 +46,11 @@ def _client_field(encoded: bytes, start: int) -> bytes:
     return b'"routed_experts":{"data":"' + numbers + b'",' + rest[1:].encode()
 
 
-async def rewrite_response(request: Request, send: Send) -> tuple[Receive, Send]:
-    """Return replacements for ``receive`` and ``send`` that convert the experts in the response to a token request."""
+async def rewrite_response(request: Request, send: Send, *, has_experts: bool) -> tuple[Receive, Send]:
+    """Return replacements for ``receive`` and ``send`` that convert the response to a token request.
+
+    ``has_experts``: the engine returns selected experts, which are converted too.
+    """
     request_body, receive = await read_body(request)
     found = START.search(request_body)
     start = int(found[1]) if found else 0
@@ -54,7 +66,9 @@ async def rewrite_response(request: Request, send: Send) -> tuple[Receive, Send]
         else:
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
-                body = rewrite_experts(b"".join(parts), start)
+                body = add_token_texts(b"".join(parts))
+                if has_experts:
+                    body = rewrite_experts(body, start)
                 others = [header for header in head["headers"] if header[0].lower() != b"content-length"]
                 await send({**head, "headers": [*others, (b"content-length", str(len(body)).encode())]})
                 await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""A response with experts in vLLM's format passes through our route and is parsed by the verifiers client."""
+"""Responses in vLLM's formats pass through our route and are parsed by the verifiers client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from renderers.client import parse_generate_response
+from renderers.client import _parse_completion_logprobs, parse_generate_response
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from verifiers.v1.graph import _attribute_routed_experts
 
 from primerl_hpc.inference import routes
-from primerl_hpc.inference.routed_experts import GENERATE
+from primerl_hpc.inference.token_responses import GENERATE
 from tests.unit.orchestrator.test_trajectories import prompt, reply, trace
 
 
@@ -29,7 +29,9 @@ def vllm_form(experts: np.ndarray) -> str:
     return base64.b64encode(file.getbuffer()).decode()
 
 
-def ask(experts: np.ndarray | None, body: dict[str, Any], *, is_on: bool = True) -> httpx.Response:
+def ask(
+    experts: np.ndarray | None, body: dict[str, Any], *, is_on: bool = True, logprobs: Any = None
+) -> httpx.Response:
     """Return the route's response for ``experts``, after checking that the request reaches vLLM unchanged."""
 
     async def generate(request: Request) -> JSONResponse:
@@ -37,7 +39,7 @@ def ask(experts: np.ndarray | None, body: dict[str, Any], *, is_on: bool = True)
         data = None if experts is None else vllm_form(experts)
         choice = {
             "index": 0,
-            "logprobs": None,
+            "logprobs": logprobs,
             "token_ids": [7, 8],
             "routed_experts": data,
             "sampling_mask": None,
@@ -80,3 +82,15 @@ def test_responses_without_experts_are_not_rewritten():
     assert plain.json()["choices"][0]["routed_experts"] is None
     theirs = ask(np.zeros((3, 2, 2), np.uint8), {"token_ids": [1]}, is_on=False)
     assert isinstance(theirs.json()["choices"][0]["routed_experts"], str)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("name", [{"token_id": 7}, {"token": "token_id:7"}], ids=["vLLM 0.32", "vLLM 0.31"])
+def test_tokens_have_the_texts_that_the_client_expects(name: dict[str, Any], is_on: bool):
+    entry = {**name, "logprob": -0.5, "rank": 1}
+    content = [{**entry, "top_logprobs": [entry]}, {**entry, "top_logprobs": []}]
+    found = ask(None, {"token_ids": [1]}, is_on=is_on, logprobs={"content": content})
+    choice = parse_generate_response(found.content)["choices"][0]
+    assert _parse_completion_logprobs(choice, [7, 7]) == [-0.5, -0.5]
+    assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"] == "token_id:7"
+    assert found.headers["content-length"] == str(len(found.content))
