@@ -77,6 +77,8 @@ class EngineState:
     """Names that a request's ``chat_template_kwargs`` may set."""
     returns_experts: bool = False
     """True if responses contain the selected experts."""
+    numbers_tokens: bool = False
+    """True if responses name the token of a log-probability by its number, as vLLM does from 0.32 on."""
     prefill_run: RunDir | None = None
     """Run directory in which prefill engines are published; None: this engine prefills locally."""
     sleep_level: int = 1
@@ -142,7 +144,7 @@ class EngineRoutes:
                 body, receive = await read_body(request)
                 if (refusal := refused_template(body, self.state.template_settings)) is not None:
                     return await _error(400, refusal)(scope, receive, send)
-            elif scope["path"] == GENERATE:
+            elif scope["path"] == GENERATE and (self.state.returns_experts or self.state.numbers_tokens):
                 receive, send = await rewrite_response(request, send, has_experts=self.state.returns_experts)
         elif scope["type"] == "websocket":  # vLLM's realtime route: not part of a run
             return await send({"type": "websocket.close", "code": 1008})

@@ -37,6 +37,7 @@ from primerl_hpc.common.safety.images import restrict_pillow
 from primerl_hpc.inference import routes
 from primerl_hpc.inference.checkpoint import read_headers
 from primerl_hpc.inference.engine_args import engine_args, node_args
+from primerl_hpc.inference.token_responses import numbers_tokens
 from primerl_hpc.inference.turns import KEEP_WEIGHTS, sleep_level, wait_for_turn
 from primerl_hpc.inference.worker.start_times import read_start_times
 from primerl_hpc.plan.types import PhasePlan, Plan
@@ -214,6 +215,7 @@ def _engine_state(run: RunDir, phase: PhasePlan, process: str, weights: StartWei
         adapter=None if recipe.lora is None else recipe.policy_name,
         template_settings=_template_settings(recipe),
         returns_experts=recipe.replays_routers,
+        numbers_tokens=numbers_tokens(),
         prefill_run=run if _uses_remote_prefill(phase, process) else None,
         sleep_level=_sleep_level(phase),
     )

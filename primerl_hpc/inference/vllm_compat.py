@@ -1,4 +1,4 @@
-"""Access to vLLM's internals; only `worker.reload` and `stores` import them as well. Written for vLLM 0.31.
+"""Access to vLLM's internals; only `worker.reload` and `stores` import them as well. Written for vLLM 0.31 and 0.32.
 
 All other modules use vLLM's public interfaces: command-line flags, ``--middleware``, ``--worker-extension-cls`` and the
 methods of its engine client. Except for `stores`, vLLM is patched only for CPUs: expert parallelism

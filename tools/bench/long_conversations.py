@@ -62,7 +62,9 @@ def submit(code: Path, folder: Path, seq_len: int) -> int:
 
 def recorded(run: Path) -> list[dict[str, Any]]:
     """Return the rows of all rollouts, successful and failed."""
-    files = [file for file in run.rglob("*.jsonl") if "train" in file.name and "rollouts" in str(file)]
+    files = [
+        file for file in run.rglob("*.jsonl") if file.name == "train.jsonl" and file.parent.name == "traces"
+    ]
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 

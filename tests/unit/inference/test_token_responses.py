@@ -30,7 +30,7 @@ def vllm_form(experts: np.ndarray) -> str:
 
 
 def ask(
-    experts: np.ndarray | None, body: dict[str, Any], *, is_on: bool = True, logprobs: Any = None
+    experts: np.ndarray | None, body: dict[str, Any], *, logprobs: Any = None, **state: bool
 ) -> httpx.Response:
     """Return the route's response for ``experts``, after checking that the request reaches vLLM unchanged."""
 
@@ -47,7 +47,7 @@ def ask(
         return JSONResponse({"request_id": "r", "choices": [choice], "usage": {"prompt_tokens": 3}})
 
     async def go() -> httpx.Response:
-        routes.install(routes.EngineState("inference-0", 1, 0, 3, api_key="k", returns_experts=is_on))
+        routes.install(routes.EngineState("inference-0", 1, 0, 3, api_key="k", **state))
         app = Starlette(routes=[Route(GENERATE, generate, methods=["POST"])])
         app.add_middleware(routes.EngineRoutes)
         transport = httpx.ASGITransport(app)
@@ -64,11 +64,11 @@ def test_experts_reach_the_messages_of_their_tokens(dtype):
     turns = [prompt([1, 2, 3]), reply([9, 4, 5], 0), prompt([6, 7], 1), reply([9, 8], 2)]
     made = trace(turns)
     every = np.arange(10 * 2 * 2).reshape(10, 2, 2).astype(dtype) + (300 if dtype == np.uint16 else 1)
-    first = ask(every[:5], {"token_ids": [1, 2, 3]})
+    first = ask(every[:5], {"token_ids": [1, 2, 3]}, returns_experts=True)
     found = parse_generate_response(first.content)["choices"][0]["routed_experts"]
     _attribute_routed_experts(made, [], [0, 1], 0, found)
     body = {"token_ids": [1, 2, 3], "sampling_params": {"routed_experts_prompt_start": 5}}
-    second = ask(every[5:9], body)
+    second = ask(every[5:9], body, returns_experts=True)
     assert second.headers["content-length"] == str(len(second.content))
     found = parse_generate_response(second.content)["choices"][0]["routed_experts"]
     _attribute_routed_experts(made, [0, 1], [2, 3], 6, found)
@@ -78,9 +78,9 @@ def test_experts_reach_the_messages_of_their_tokens(dtype):
 
 
 def test_responses_without_experts_are_not_rewritten():
-    plain = ask(None, {"token_ids": [1]})
+    plain = ask(None, {"token_ids": [1]}, returns_experts=True)
     assert plain.json()["choices"][0]["routed_experts"] is None
-    theirs = ask(np.zeros((3, 2, 2), np.uint8), {"token_ids": [1]}, is_on=False)
+    theirs = ask(np.zeros((3, 2, 2), np.uint8), {"token_ids": [1]}, returns_experts=False)
     assert isinstance(theirs.json()["choices"][0]["routed_experts"], str)
 
 
@@ -89,7 +89,9 @@ def test_responses_without_experts_are_not_rewritten():
 def test_tokens_have_the_texts_that_the_client_expects(name: dict[str, Any], is_on: bool):
     entry = {**name, "logprob": -0.5, "rank": 1}
     content = [{**entry, "top_logprobs": [entry]}, {**entry, "top_logprobs": []}]
-    found = ask(None, {"token_ids": [1]}, is_on=is_on, logprobs={"content": content})
+    found = ask(
+        None, {"token_ids": [1]}, returns_experts=is_on, numbers_tokens=True, logprobs={"content": content}
+    )
     choice = parse_generate_response(found.content)["choices"][0]
     assert _parse_completion_logprobs(choice, [7, 7]) == [-0.5, -0.5]
     assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"] == "token_id:7"
