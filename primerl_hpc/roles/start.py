@@ -18,6 +18,7 @@ from pathlib import Path
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
 from primerl_hpc.common.log import change_logging, dump_stacks_on_signal, setup_logging
+from primerl_hpc.common.names import Role
 from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.common.package import check_package
 from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
@@ -55,7 +56,7 @@ def start_role(role: str, argv: list[str], serve: Callable[[RoleProcess], None])
         return ExitCode.USAGE
     run_dir, phase_name, process = argv
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    read_models_once()
+    read_models_once(may_write=role != Role.ENV_SERVER)  # it keeps no files
     logger = setup_logging(role)
     dump_stacks_on_signal()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -121,9 +122,10 @@ def test_invalid_arguments_are_one_sentence_and_do_not_affect_the_running_cluste
 
 
 def test_a_user_who_is_not_root_gets_an_error_and_help_explains_how_to_add_users(
-    virtual_cluster: Cluster,
+    virtual_cluster: Cluster, tmp_path: Path
 ) -> None:
-    command = [str(TOOL), "--dir", str(virtual_cluster.folder), "status"]
+    tool = shutil.copy(TOOL, tmp_path)  # the user may not enter the folder of the checkout
+    command = [tool, "--dir", str(virtual_cluster.folder), "status"]
     done = subprocess.run(command, user=65534, group=65534, capture_output=True, text=True, check=False)
     assert done.returncode and "status requires root" in done.stderr and "down" not in done.stdout
     shown = subprocess.run([str(TOOL), "--help"], capture_output=True, text=True, check=True).stdout

@@ -30,14 +30,22 @@ _SCAN = "create_import_structure_from_path"
 FORMAT = 1
 
 
-def read_models_once() -> None:
-    """From now on, let transformers take the names of its models from the cache; nothing if it is imported already."""
+def read_models_once(*, may_write: bool = True) -> None:
+    """From now on, let transformers take the names of its models from the cache; nothing if it is imported already.
+
+    Without ``may_write`` the names are kept in this process only, if the cache does not have them.
+    """
     if _MODULE not in sys.modules and not any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ModelsFinder())
+        sys.meta_path.insert(0, _ModelsFinder(may_write))
 
 
 class _ModelsFinder(MetaPathFinder):
     """Replaces the function that reads the models, as soon as its module has been imported."""
+
+    def __init__(self, may_write: bool) -> None:
+        self.may_write = may_write
+        self.known = ""
+        """What the cache contains."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
         if fullname != _MODULE:
@@ -50,31 +58,29 @@ class _ModelsFinder(MetaPathFinder):
         def execute_and_replace(module: ModuleType) -> None:
             execute(module)
             if hasattr(module, _SCAN):
-                setattr(module, _SCAN, _remembering(getattr(module, _SCAN), Path(module.__file__ or "")))
+                setattr(module, _SCAN, self.remembering(getattr(module, _SCAN), Path(module.__file__ or "")))
 
         spec.loader.exec_module = execute_and_replace  # pyright: ignore[reportAttributeAccessIssue] for this spec only
         return spec
 
+    def remembering(self, scan: Callable[[Any], dict], import_utils: Path) -> Callable[[Any], dict]:
+        """Return ``scan`` with a memory for the folder of all models; other folders are read as before."""
+        models = import_utils.parents[1] / "models"
 
-def _remembering(scan: Callable[[Any], dict], import_utils: Path) -> Callable[[Any], dict]:
-    """Return ``scan`` with a memory for the folder of all models; other folders are read as before."""
-    models = import_utils.parents[1] / "models"
-    known = ""
+        @functools.wraps(scan)
+        def remembered(path: Any) -> dict:
+            folder = Path(path)
+            if (folder.parent if folder.suffix == ".py" else folder) != models:
+                return scan(path)
+            cache = cache_file(models.parent)
+            self.known = self.known or _read(cache)
+            if not self.known:
+                self.known = json.dumps(encode(scan(path)))
+                if self.may_write:
+                    _write(cache, self.known)
+            return decode(json.loads(self.known))  # a copy for each caller, who may change it
 
-    @functools.wraps(scan)
-    def remembered(path: Any) -> dict:
-        nonlocal known
-        folder = Path(path)
-        if (folder.parent if folder.suffix == ".py" else folder) != models:
-            return scan(path)
-        cache = cache_file(models.parent)
-        known = known or _read(cache)
-        if not known:
-            known = json.dumps(encode(scan(path)))
-            _write(cache, known)
-        return decode(json.loads(known))  # a copy for each caller, who may change it
-
-    return remembered
+        return remembered
 
 
 def cache_file(package: Path) -> Path | None:

@@ -24,7 +24,7 @@ STRUCTURE = {
 COMPARE = """
 import builtins, json, sys
 from primerl_hpc.common.node.transformers_folders import decode, read_models_once
-read_models_once()
+read_models_once(may_write=sys.argv[1] != "read")
 read_models_once()
 sys.modules["torch"] = None
 opened, plain = [], builtins.open
@@ -57,6 +57,7 @@ def count_opened(caches: Path, mode: str) -> int:
 
 def test_a_second_process_reads_no_source_and_has_the_same_names(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    assert count_opened(tmp_path, "read") > 1000 and not (tmp_path / "primerl-hpc").exists()
     first, second = (count_opened(tmp_path, mode) for mode in ("import", "compare"))
     assert first > 1000 and second < 50
     (cache,) = (tmp_path / "primerl-hpc").iterdir()
