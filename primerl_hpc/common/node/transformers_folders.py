@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,22 +44,17 @@ class _ModelsFinder(MetaPathFinder):
     def __init__(self, may_write: bool) -> None:
         self.may_write = may_write
         self.known = ""
-        """What the cache contains."""
+        """JSON of the names; empty before the first import."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            if hasattr(module, _SCAN):
-                setattr(module, _SCAN, self.remembering(getattr(module, _SCAN), Path(module.__file__ or "")))
-
-        spec.loader.exec_module = execute_and_replace  # pyright: ignore[reportAttributeAccessIssue] for this spec only
+        spec.loader = _Replacing(spec.loader, self)
         return spec
 
     def remembering(self, scan: Callable[[Any], dict], import_utils: Path) -> Callable[[Any], dict]:
@@ -81,6 +75,21 @@ class _ModelsFinder(MetaPathFinder):
             return decode(json.loads(self.known))  # a copy for each caller, who may change it
 
         return remembered
+
+
+class _Replacing(Loader):
+    """Loads the module, then replaces the function."""
+
+    def __init__(self, loader: Loader, finder: _ModelsFinder) -> None:
+        self.loader, self.finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        if (scan := getattr(module, _SCAN, None)) is not None:
+            setattr(module, _SCAN, self.finder.remembering(scan, Path(module.__file__ or "")))
 
 
 def cache_file(package: Path) -> Path | None:
