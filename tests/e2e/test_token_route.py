@@ -41,6 +41,8 @@ def test_both_routes_return_the_same_tokens_and_log_probabilities(
     assert tokens.token_ids == choice["token_ids"]
     assert tokens.header["finish_reason"] == choice["finish_reason"]
     wanted = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    texts = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert texts == [f"token_id:{token}" for token in choice["token_ids"]]  # which renderers reads
     assert tokens.logprobs == pytest.approx(wanted, abs=1e-5)
     assert answer.headers["x-primerl-policy-version"] == "0"
     if "stop" in more:
