@@ -4,9 +4,10 @@
 
 Phase 1 is the complete suite on N workers. Phase 2 runs, in one process with no other test at the same time, the
 tests that failed in phase 1 and those that a dead worker left behind. A test that passes in phase 2 is printed as
-FLAKY with the first line of its error and does not fail the run. The run fails if a test fails twice, if more than
---most tests failed in phase 1, if pytest itself fails (collection, usage), or if a collected test ran in neither
-phase. A test with the marker ``quarantine`` runs, is reported, and does not decide.
+FLAKY with the first line of its error and does not fail the run. The run fails if a test fails twice, if phase 1 had
+more than --most failures, if pytest itself fails (collection, usage), or if a collected test ran in neither phase.
+Tests of a module whose setup failed with one error are one failure: that of the fixture they share. A test with the
+marker ``quarantine`` runs, is reported, and does not decide.
 
 Processes that tests leave behind are ended at the end, also after Ctrl-C or SIGTERM, and their command lines printed.
 
@@ -59,6 +60,7 @@ class Outcomes:
     collected: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    failed_in_setup: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
 
@@ -83,6 +85,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.seen.failed.setdefault(report.nodeid, first_line(report))
+            if report.when == "setup":
+                self.seen.failed_in_setup.append(report.nodeid)
             if QUARANTINE in getattr(report, "keywords", {}):
                 self.seen.quarantined.append(report.nodeid)
         if report.when == "teardown":
@@ -181,6 +185,18 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
+def by_cause(failed: dict[str, str], in_setup: list[str]) -> dict[str, str]:
+    """Return ``failed`` with one entry for all tests of a module whose setup failed with the same error."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for name, error in failed.items():
+        cause = name.partition("::")[0] if name in in_setup else name
+        shared.setdefault((cause, error), []).append(name)
+    return {
+        names[0] + (f" and {len(names) - 1} more of the module" if names[1:] else ""): error
+        for (_, error), names in shared.items()
+    }
+
+
 def judge(workers: int, most: int, arguments: list[str], path: Path) -> int:
     status, first = run_pytest(
         ["--numprocesses", str(workers), "--max-worker-restart", "0", *arguments], path
@@ -197,16 +213,19 @@ def judge(workers: int, most: int, arguments: list[str], path: Path) -> int:
     if status not in (0, 1, 2):  # 2: interrupted, as by a worker that died
         print(f"two_phases: pytest ended with {status}", flush=True)
         return 2
-    if len(failed) > most:
-        print(f"two_phases: {len(failed)} tests failed, more than {most}: none is run again")
-    again = [] if len(failed) > most else [*failed, *missing]
-    bad = dict(failed) if len(failed) > most else {}
+    in_setup = first.failed_in_setup
+    num_causes = len(by_cause(failed, in_setup))
+    again, bad = [*failed, *missing], {}
+    if num_causes > most:
+        print(f"two_phases: {num_causes} tests failed, more than {most}: none is run again")
+        again, bad = [], dict(failed)
     if again:
         print(f"\ntwo_phases: {len(again)} tests are run again, alone", flush=True)
         status, second = run_pytest(["-p", "no:xdist", "-ra", *again], path)
         if second is None:
             print(f"two_phases: the second run ended with {status} before its end", flush=True)
             return 1
+        in_setup = [*in_setup, *second.failed_in_setup]
         unrun = {name: "did not run" for name in again if name not in second.finished}
         bad = {
             name: error for name, error in (unrun | second.failed).items() if name not in second.quarantined
@@ -214,11 +233,11 @@ def judge(workers: int, most: int, arguments: list[str], path: Path) -> int:
     print()
     for name in first.quarantined:
         print(f"QUARANTINED {name}: {first.failed[name]}")
-    for name in sorted(failed.keys() - bad.keys()):
-        print(f"FLAKY {name}: {failed[name]}")
-    for name, error in sorted(bad.items()):
-        print(f"FAILED {name}: {error}")
-    num_flaky, total = len(failed.keys() - bad.keys()), len(first.collected)
+    flaky = {name: error for name, error in failed.items() if name not in bad}
+    for word, named in (("FLAKY", flaky), ("FAILED", bad)):
+        for name, error in sorted(by_cause(named, in_setup).items()):
+            print(f"{word} {name}: {error}")
+    num_flaky, total = len(flaky), len(first.collected)
     print(
         f"two_phases: {total - len(bad)} passed or skipped, {len(bad)} failed, {num_flaky} flaky in {total} tests"
     )
@@ -234,7 +253,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--most", type=int, default=15, help="failures in phase 1 that phase 2 may clear")
+    parser.add_argument("--most", type=int, default=15, help="failures of phase 1 that phase 2 may clear")
     parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
     chosen = parser.parse_args()
     print(describe_machine(), flush=True)

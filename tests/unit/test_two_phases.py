@@ -38,6 +38,12 @@ def test_leaves_a_process():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"], start_new_session=True)
     Path(__file__).with_name("left").touch()
 """
+FIXTURE_FAILS = """
+@pytest.fixture(scope="module")
+def shared():
+    assert not ALWAYS and "PYTEST_XDIST_WORKER" not in os.environ, "the fixture"
+"""
+SHARES = "\ndef test_shares(shared):\n    pass\n"
 WAITS = "\ndef test_waits():\n    Path(__file__).with_name('waits').touch(); threading.Event().wait()\n"
 
 
@@ -104,6 +110,16 @@ def test_many_failures_are_not_run_again(tmp_path: Path) -> None:
     )
     assert status == 1 and len(reported(lines, "FAILED")) >= 3
     assert "two_phases: 3 tests failed, more than 2: none is run again" in lines
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_tests_that_share_a_failed_fixture_are_one_failure(tmp_path: Path, always: bool) -> None:
+    tests = [SHARES.replace("shares", f"shares_{n}") for n in range(3)]
+    status, lines = run(tmp_path / "suite", f"\nALWAYS = {always}\n", FIXTURE_FAILS, *tests, most=2)
+    assert status == always, "\n".join(lines)
+    (line,) = reported(lines, "FAILED" if always else "FLAKY")
+    assert line.endswith(" and 2 more of the module: AssertionError: the fixture")
+    assert f"{3 * always} failed, {3 * (not always)} flaky in 3 tests" in lines[-2]
 
 
 def test_a_module_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
