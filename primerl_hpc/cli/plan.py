@@ -159,9 +159,9 @@ def preview_with_warnings(
     A missing model or dataset is a warning, because it does not change what runs where.
     """
     from primerl_hpc.common.errors import PrimerlError
+    from primerl_hpc.launch.checks.software import check_software
     from primerl_hpc.launch.planning.forecast import refuse_misfit
     from primerl_hpc.launch.prefetch.check import check_needs, prefetch_command
-    from primerl_hpc.launch.software import check_software
     from primerl_hpc.launch.submission import preview, refuse_untrainable_model
 
     faults: list[PrimerlError] = []

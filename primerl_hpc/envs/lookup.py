@@ -1,13 +1,10 @@
-"""Check ids and arguments of environments without a run: ``python -m primerl_hpc.envs.lookup``, JSON in, JSON out.
+"""Check ids and arguments of environments without a run, and load their tasks, in the interpreter that serves them.
 
-`submit` runs this module with the interpreter that will serve the environments, so that `submit` itself imports nothing
-heavy:
+`submit` calls `find_faults` there. ``primerl-hpc prefetch`` runs ``python -m primerl_hpc.envs.lookup``, JSON in, JSON
+out:
 
-    stdin   [{"id": "reverse-text", "args": {"splt": "test"}, "env_args": {}}, …]
-    stdout  {"has_verifiers": true,
-             "faults": [{"index": 0, "key": ["args", "splt"], "cause": …, "hint": …, "is_certain": true}]}
-
-With ``--tasks`` all their tasks are loaded instead (`load_all`), for ``primerl-hpc prefetch``.
+    stdin   {"id": "reverse-text", "args": {"split": "test"}}
+    stdout  {"tasks": 512}
 
 Ids are looked up without importing any package. Arguments are validated by the environment's own config classes; this
 imports verifiers (about three seconds), so it is done only if there are arguments.
@@ -34,9 +31,12 @@ _HARNESSES = frozenset(("inproc_chat",))  # shipped modules that are not environ
 
 
 def find_faults(environments: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the faults of these environments, see the module's docstring.
+    """Return the faults of these environments, each a dict with ``id``, ``args`` and ``env_args``.
 
-    ``is_certain`` of a fault: True if a run would fail as well; False if it may be specific to this machine.
+        {"has_verifiers": true,
+         "faults": [{"index": 0, "key": ["args", "splt"], "cause": …, "hint": …, "is_certain": true}]}
+
+    ``is_certain``: True if a run would fail as well; False if it may be specific to this machine.
     """
     spec = importlib.util.find_spec("verifiers")
     if spec is None or not spec.submodule_search_locations:
@@ -151,24 +151,21 @@ def _fields_at(environment: Environment, path: list[str]) -> list[str]:
     return [name for name in block.model_fields if name not in ("id", "task")]
 
 
-def load_all(environments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Load all tasks of the environments, which fills the caches of their datasets.
+def count_tasks(fields: dict[str, Any]) -> dict[str, Any]:
+    """Load all tasks of an environment, which fills the caches of its datasets.
 
-    Returns ``{"tasks": 512}``, or ``{"cause": …, "hint": …}`` for each one.
+    Returns ``{"tasks": 512}``, or ``{"cause": …, "hint": …}``.
     """
     from primerl_hpc.envs.tasks import load_tasks
 
-    answers: list[dict[str, Any]] = []
-    for fields in environments:
-        try:
-            answers.append({"tasks": len(load_tasks(Environment(**fields)))})
-        except PrimerlError as error:
-            answers.append({"cause": " ".join(error.cause.split()), "hint": error.hint})
-    return answers
+    try:
+        return {"tasks": len(load_tasks(Environment(**fields)))}
+    except PrimerlError as error:
+        return {"cause": " ".join(error.cause.split()), "hint": error.hint}
 
 
 if __name__ == "__main__":
     # packages may print while they are imported
     with contextlib.redirect_stdout(sys.stderr), without_collections():
-        result = (load_all if sys.argv[1:] == ["--tasks"] else find_faults)(json.load(sys.stdin))
+        result = count_tasks(json.load(sys.stdin))
     print(json.dumps(result))

@@ -20,8 +20,9 @@ from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError, NotFoundError, OccupiedError
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.launch.environments import check_environments
-from primerl_hpc.launch.software import check_software
+from primerl_hpc.launch.checks.environments import check_environments
+from primerl_hpc.launch.checks.interpreters import Interpreters
+from primerl_hpc.launch.checks.software import check_software
 from primerl_hpc.launch.submission import Submission, check_run, compose, write_frozen
 from primerl_hpc.launch.submit import (
     Submitted,
@@ -271,7 +272,8 @@ def _check_again(
     check_same(run, load_plan(run), submission.plan)
     check_software(submission.plan, loaded.document)
     check_not_running(run)
-    check_environments(submission.plan, profile, loaded.document)
+    with Interpreters() as interpreters:
+        check_environments(submission.plan, profile, loaded.document, interpreters)
     note_custom_code(loaded.recipe)
     return submission
 

@@ -20,13 +20,17 @@ from primerl_hpc.common.log import notice
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.launch.bundle.manifest import note_changes, plan_bundle
 from primerl_hpc.launch.chain import ChainRequest, check_chain
+from primerl_hpc.launch.checks.chat_template import renderer_warning
+from primerl_hpc.launch.checks.environments import check_environments
+from primerl_hpc.launch.checks.interpreters import Interpreters
+from primerl_hpc.launch.checks.metric_keys import check_metric_keys
+from primerl_hpc.launch.checks.software import check_software
+from primerl_hpc.launch.checks.token_ids import check_token_ids
 from primerl_hpc.launch.code.keep import RunCode, describe_code, keep_code, plan_code
 from primerl_hpc.launch.doctor.site import check_site
-from primerl_hpc.launch.environments import check_environments
 from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.follow_up import after_of
 from primerl_hpc.launch.fork import import_checkpoint
-from primerl_hpc.launch.planning.chat_template import renderer_warning
 from primerl_hpc.launch.planning.forecast import (
     MeasuredLengths,
     PlanForecast,
@@ -36,9 +40,7 @@ from primerl_hpc.launch.planning.forecast import (
     refuse_misfit,
 )
 from primerl_hpc.launch.planning.hour_budget import hours_warning, with_budget
-from primerl_hpc.launch.planning.metric_keys import check_metric_keys
 from primerl_hpc.launch.planning.model_config import check_positions, refuse_untrainable
-from primerl_hpc.launch.planning.token_ids import check_token_ids
 from primerl_hpc.launch.prefetch.check import check_needs, check_packages, package_needs, prefetch_command
 from primerl_hpc.launch.prefetch.packages import package_records
 from primerl_hpc.launch.prepare import (
@@ -52,7 +54,6 @@ from primerl_hpc.launch.prepare import (
     package_root,
     runs_folder,
 )
-from primerl_hpc.launch.software import check_software
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.custom_code import note_custom_code
@@ -298,9 +299,10 @@ def check(
     command = prefetch_command(loaded, profile)
     for warning in check_packages(plan, profile.profile, command):
         notice(f"warning: {warning}")
-    check_environments(plan, profile, loaded.document)
-    if warning := renderer_warning(recipe, profile):
-        notice(f"warning: {warning}")
+    with Interpreters() as interpreters:
+        check_environments(plan, profile, loaded.document, interpreters)
+        if warning := renderer_warning(recipe, profile, interpreters):
+            notice(f"warning: {warning}")
     try:
         warnings = check_needs(plan, profile.profile, command)
     except NotFoundError as error:

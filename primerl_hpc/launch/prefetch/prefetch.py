@@ -175,15 +175,15 @@ def _load_tasks(item: Item, *, is_offline: bool) -> Item:
     if need.python is None:
         return replace(item, hint="it is loaded inside a container, which this command does not start")
     done = subprocess.run(
-        [need.python, "-m", "primerl_hpc.envs.lookup", "--tasks"],
-        input=json.dumps([dict(need.source)]),
+        [need.python, "-m", "primerl_hpc.envs.lookup"],
+        input=json.dumps(dict(need.source)),
         env=child_environment(need, is_offline=is_offline),
         capture_output=True,
         text=True,
         check=False,
     )
     try:
-        (answer,) = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return replace(item, fault=f"{need.python} cannot load it: {last}")

@@ -15,7 +15,7 @@ from primerl_hpc.common.document import Document, with_dots
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import MAIN_PHASE
-from primerl_hpc.launch.planning.metric_keys import check_metric_keys
+from primerl_hpc.launch.checks.metric_keys import check_metric_keys
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.recipe.load import validate_recipe, with_overrides
 from primerl_hpc.recipe.schedules import lr_factor

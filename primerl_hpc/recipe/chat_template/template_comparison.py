@@ -1,24 +1,15 @@
 """Compare a renderer with the chat template of its tokenizer.
 
-``python -m primerl_hpc.recipe.chat_template.template_comparison``, JSON in, JSON out:
-
-    stdin   {"name": "/models/my-qwen3", "renderer": {"name": "chatml"}}          model block of a recipe
-    stdout  {"difference": "token 3: the renderer writes 'user', the chat template 'system'"}
-
-`submit` runs this module in the interpreter of a role, so that it imports nothing heavy itself. ``difference`` is null
-if both give the same tokens, or if there is no template.
+`submit` calls `compare` in the interpreter of a role, so that it imports nothing heavy itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from itertools import zip_longest
 from typing import Any
 
-from primerl_hpc.common.node.imports import without_collections, without_torch
-from primerl_hpc.common.node.transformers_folders import read_models_once
+from primerl_hpc.common.node.imports import without_torch
 from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
 from primerl_hpc.recipe.schema.model import Model
 
@@ -49,19 +40,9 @@ def _text(tokenizer: Any, token: int | None) -> str:
     return "nothing more" if token is None else repr(tokenizer.decode([token]))
 
 
-def _compare(model: Model) -> str | None:
+def compare(block: dict[str, Any]) -> dict[str, Any]:
+    """Return ``{"difference": …}``, see `difference`, for the model block of a recipe. Imports no torch if possible."""
+    model = Model.model_validate(block)
     with contextlib.suppress(ImportError), without_torch():  # a tokenizer may need torch nevertheless
-        return difference(model, load_tokenizer(model))
-    return difference(model, load_tokenizer(model))
-
-
-def main() -> None:
-    model = Model.model_validate(json.load(sys.stdin))
-    read_models_once()
-    with contextlib.redirect_stdout(sys.stderr), without_collections():  # libraries may print
-        found = _compare(model)
-    print(json.dumps({"difference": found}))
-
-
-if __name__ == "__main__":
-    main()
+        return {"difference": difference(model, load_tokenizer(model))}
+    return {"difference": difference(model, load_tokenizer(model))}

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.main import cli
 from tests.support.helpers import ROOT
-from tests.unit.launch.test_submit_environments import folder  # noqa: F401 (a fixture)
+from tests.unit.launch.checks.test_environments import folder  # noqa: F401 (a fixture)
 
 STAGES = (
     "recipe/load.py: load_recipe",
@@ -27,8 +27,8 @@ STAGES = (
     "launch/submission.py: check",
     "launch/chain.py: check_chain",
     "launch/submission.py: check_keys",
-    "launch/software.py: check_software",
-    "launch/environments.py: check_environments",
+    "launch/checks/software.py: check_software",
+    "launch/checks/environments.py: check_environments",
     "launch/prefetch/check.py: check_needs",
     "launch/prepare.py: claim_run_dir",
     "launch/submission.py: write",

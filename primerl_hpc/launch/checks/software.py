@@ -38,7 +38,9 @@ _RENDERS = (Role.SFT, Role.TRAINER, Role.ENV_SERVER, Role.ORCHESTRATOR)
 _MISSING = (
     "import importlib.util, sys; print(*(n for n in sys.argv[1:] if importlib.util.find_spec(n) is None))"
 )
-_CHECK = "import sys; from primerl_hpc.launch.software import check_here; sys.exit(check_here(sys.argv[1]))"
+_CHECK = (
+    "import sys; from primerl_hpc.launch.checks.software import check_here; sys.exit(check_here(sys.argv[1]))"
+)
 
 
 def check_software(plan: Plan, document: Document) -> None:

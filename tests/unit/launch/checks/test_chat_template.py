@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.planning.chat_template import renderer_warning
+from primerl_hpc.launch.checks.chat_template import renderer_warning
+from primerl_hpc.launch.checks.interpreters import Interpreters
 from primerl_hpc.recipe.load import parse_recipe
 from tests.support.helpers import make_tiny_model
 
@@ -34,7 +35,8 @@ def warning(folder, template: str, renderer: str = "chatml") -> str:
         "max_steps": 1,
         "sft": {"data": {"path": "x.jsonl"}},
     }
-    return renderer_warning(parse_recipe(values), load_profile("local"))
+    with Interpreters() as interpreters:
+        return renderer_warning(parse_recipe(values), load_profile("local"), interpreters)
 
 
 def test_the_first_token_that_differs_from_the_chat_template_is_a_warning(folder):
@@ -52,15 +54,15 @@ def test_nothing_is_compared_for_the_template_itself_or_without_one(folder):
 
 
 WITHOUT_TORCH = """
-import runpy, sys
-runpy.run_module("primerl_hpc.recipe.chat_template.template_comparison", run_name="__main__")
+import json, sys
+from primerl_hpc.recipe.chat_template.template_comparison import compare
+print(json.dumps(compare({"name": sys.argv[1], "renderer": {"name": "chatml"}})))
 assert "torch" not in sys.modules
 """
 
 
 def test_submit_waits_for_no_import_of_torch(folder):
-    request = json.dumps({"name": str(folder), "renderer": {"name": "chatml"}})
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], input=request, capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, folder], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "difference" in json.loads(done.stdout), done.stderr

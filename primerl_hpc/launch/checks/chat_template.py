@@ -9,18 +9,19 @@ from collections.abc import Mapping
 
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.environments import ask
+from primerl_hpc.launch.checks.interpreters import Interpreters
 from primerl_hpc.launch.planning.model_config import find_file
 from primerl_hpc.launch.prepare import interpreter_here
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.recipe.renderer import uses_renderer
 from primerl_hpc.recipe.schema.recipe import Recipe
 
+COMPARE = "primerl_hpc.recipe.chat_template.template_comparison:compare"
 _OWN_TEMPLATE = ("auto", "default")
 """Renderers that follow from the model's name or use its template."""
 
 
-def renderer_warning(recipe: Recipe, profile: LoadedProfile) -> str:
+def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Interpreters) -> str:
     """Return a warning about the first token that differs in a plain conversation; empty if there is none.
 
     Nothing is compared if the renderer runs in a container, without a chat template on this machine, or if the
@@ -36,12 +37,8 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile) -> str:
     if not _has_template(name, variables):
         return ""
     request = model.model_dump(mode="json", include={"name", "tokenizer", "renderer"})
-    answer = ask(
-        software.python or interpreter_here(profile),
-        variables,
-        "primerl_hpc.recipe.chat_template.template_comparison",
-        request,
-    )
+    python = software.python or interpreter_here(profile)
+    answer = interpreters.ask(python, variables, COMPARE, request)
     if isinstance(answer, str):
         return f"renderer '{model.renderer.name}' was not compared with the chat template of {name}: {answer}"
     if answer["difference"] is None:
