@@ -156,7 +156,8 @@ def main() -> int:
     try:
         changed = changed_files(ROOT, base)
     except subprocess.CalledProcessError as failure:
-        print(f"error: {failure.stderr.strip()}\nhint: tools/test --changed [COMMIT]", file=sys.stderr)
+        said = failure.stderr.strip().splitlines()[0].removeprefix("fatal: ")
+        print(f"error: git: {said}\nhint: tools/test --changed [COMMIT]", file=sys.stderr)
         return 2
     sources = {
         str(file.relative_to(ROOT)): file.read_text()
