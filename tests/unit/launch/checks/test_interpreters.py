@@ -12,7 +12,7 @@ import pytest
 
 from primerl_hpc.launch.checks import interpreters as module
 from primerl_hpc.launch.checks.interpreters import Interpreters
-from tests.support.helpers import is_alive
+from tests.support.helpers import is_alive, wait_for
 
 QUESTIONS = """
 import os, sys, time
@@ -103,4 +103,4 @@ def test_a_script_that_greets_and_starts_the_interpreter_is_understood(
         answer = interpreters.ask(str(python), variables, "questions:where", 1)
         assert answer["got"] == 1
         process = psutil.Process(answer["pid"])
-    assert not is_alive(process)
+    wait_for(lambda: not is_alive(process), "the interpreter below the script to end")
