@@ -50,7 +50,8 @@ from tests.support import deep_ep_on_gloo
 from tests.support.helpers import random_row
 from tests.support.tiny_models import IMAGE_TOKEN, VISION_START
 
-STEPS, ROWS, SEQ_LEN = 2, 8, 64
+STEPS, ROWS, SEQ_LEN = 3, 8, 64
+SAVED_STEP = 2
 OFFLOAD_BYTES = 1 << 15  # an offloaded optimizer of a tiny model has several parts too
 
 
@@ -70,8 +71,8 @@ class Case(TypedDict, total=False):
     is_exported: bool
     has_deep_ep: bool  # one that works without GPUs
     compiler: str  # torch.compile's backend; its own takes a minute here to make C++ of a graph
-    save_to: str  # a run directory that gets a checkpoint of step 1
-    resume_from: str  # train step 2 alone, from that checkpoint
+    save_to: str  # a run directory that gets a checkpoint of step 2
+    resume_from: str  # train step 3 alone, from that checkpoint
 
 
 def reinforce(x: LossInputs, scale: float) -> TokenLoss:
@@ -216,7 +217,7 @@ def run_case(
     trainer.optimizer.parts[0].register_step_pre_hook(keep_first_gradients)
     start = 0
     if "resume_from" in case:
-        start = 1
+        start = SAVED_STEP
         load_checkpoint(RunDir(folder / case["resume_from"]), trainer, start)
     steps, counts, collected = [], {}, []
     garbage = Collections()
@@ -227,9 +228,9 @@ def run_case(
         collected.append(garbage.count)
         if collectives:
             counts = collectives.counts
-        if "save_to" in case and step == 1:
+        if "save_to" in case and step == SAVED_STEP:
             saver = Saver(RunDir(folder / case["save_to"]), trainer, ("trainer",))
-            saver.save(step)  # on its way while step 2 is trained
+            saver.save(step)  # on its way while step 3 is trained
     gc.callbacks.remove(garbage)
     everyones: list = [None] * ranks
     dist.all_gather_object(everyones, collected)

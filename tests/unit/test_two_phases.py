@@ -49,14 +49,17 @@ WAITS = "\ndef test_waits():\n    Path(__file__).with_name('waits').touch(); thr
 
 def start(folder: Path, *tests: str, most: int = 15) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -q -p no:cacheprovider\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\naddopts = -q -p no:cacheprovider -p xdist.plugin -p pytest_timeout\n"
+    )
     (folder / "test_small.py").write_text(ONCE + "".join(tests))
     words = ("--workers", "2", "--most", str(most), "--", "test_small.py")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.two_phases", *words],
         cwd=folder,
-        env={**environ, "PYTHONPATH": str(ROOT)},
+        # without hypothesis and others, whose import takes longer than these suites
+        env={**environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
