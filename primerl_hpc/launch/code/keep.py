@@ -22,6 +22,7 @@ from primerl_hpc import __version__
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.package import CODE_MANIFEST, package_folder
+from primerl_hpc.launch.code.bytecode import compile_copy
 from primerl_hpc.launch.code.sources import CodeSources, find_sources
 from primerl_hpc.launch.prepare import git_state, package_root
 from primerl_hpc.plan.types import Plan
@@ -82,6 +83,7 @@ def keep_code(run: RunDir, code: RunCode) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copy the content; the copy is readable for its owner only, and executable if the source is."""
     try:
+        before = source.stat()
         shutil.copyfile(source, target)
         target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
     except FileNotFoundError as error:
@@ -90,6 +92,8 @@ def _copy(source: Path, target: Path) -> None:
             location=str(error.filename),
             hint="submit again while the code is not being edited",
         ) from error
+    if target.suffix == ".py":
+        compile_copy(source, target, before)
 
 
 def _describe(sources: CodeSources) -> dict[str, Any]:

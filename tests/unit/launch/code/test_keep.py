@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,14 @@ def test_the_package_is_copied_and_the_script_runs_the_copy(run: RunDir) -> None
     assert len(package) > 300
     assert all((copy / path.relative_to(ROOT)).read_bytes() == path.read_bytes() for path in package)
     assert any((copy / "primerl_hpc").rglob("known_models/*.json")), "data files of the package"
-    assert not list(copy.rglob("__pycache__")) and not (copy / "tests").exists()
+    compiled = [copy / os.path.relpath(cache_from_source(str(path)), ROOT) for path in package]
+    assert all(path.is_file() for path in compiled) and not (copy / "tests").exists()
     assert f"export PYTHONPATH={copy}${{PYTHONPATH" in job_script(run).read_text()
     assert str(ROOT) not in job_script(run).read_text().replace(sys.executable, "")
 
 
 def test_the_copy_is_private_and_checked_before_it_is_executed(run: RunDir) -> None:
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in run.code_copy(1).rglob("*.py")}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in run.code_copy(1).rglob("*.py*")}
     assert modes <= {0o600, 0o700} and stat.S_IMODE(run.code.stat().st_mode) == 0o700
     assert run.code in executed_paths(run)
 
@@ -133,7 +135,7 @@ def test_the_package_of_an_environment_is_copied_without_its_tests_and_outputs(h
     copied = {
         str(path.relative_to(run.code_copy(1) / "modules/1"))
         for path in run.code_copy(1).rglob("*")
-        if path.is_file() and "modules" in path.parts
+        if path.is_file() and "modules" in path.parts and "__pycache__" not in path.parts
     }
     assert copied == {"my_env/__init__.py", "my_env/prompts/system.txt"}
     assert (run.code_copy(1) / "modules/1/my_env/data").readlink() == here / "lib" / "shared"
