@@ -145,7 +145,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
 ) -> None:
     """End one run three times and resume it from its last checkpoint each time; no process remains after an end.
 
-    Its checkpoints and policy versions are in another folder than the run directory.
+    Its checkpoints and policy versions are in another folder than the run directory. No process compiles a module.
     """
     profile = work / "with-storage.yaml"
     storage = "storage: {project: {path: $PRIMERL_HOME/project, holds: [checkpoints, weights]}}\n"
@@ -207,6 +207,8 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     assert len(limits) == 16 and all(8 <= limit <= 1024 for limit in limits)
     assert not contradictions(run)
     wait_for(lambda: not processes_of(run.root), "every process to end")
+    compiled = [path.stat().st_mtime for path in run.code_copy(1).rglob("*.pyc")]
+    assert len(compiled) > 500 and max(compiled) <= (run.code_copy(1) / "code.json").stat().st_mtime
 
 
 def steps_of(run: RunDir, attempt: int) -> list[int]:
