@@ -56,9 +56,9 @@ def check_environment(
 
     Raises ConfigError and DataError as `load_tasks`, and DataError if the rollout fails or produces no reward.
     """
+    tasks = load_tasks(environment, MAX_TASKS + 1)  # before verifiers is imported here: it defers imports
     from verifiers.v1.configs.agent import agent_config_fields
 
-    tasks = load_tasks(environment, MAX_TASKS + 1)
     config = resolve_environment(environment)
     processes = processes_of(config)
     report = CheckReport(

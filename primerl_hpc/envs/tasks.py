@@ -82,9 +82,10 @@ def resolve_environment(environment: Environment) -> Any:
 
 def agents_of(environment: Environment) -> list[str]:
     """Return the names of the agents that the environment declares. Raises ConfigError as `resolve_environment`."""
+    config = resolve_environment(environment)  # before verifiers is imported here: it defers imports
     from verifiers.v1.configs.agent import agent_config_fields
 
-    return list(agent_config_fields(resolve_environment(environment)))
+    return list(agent_config_fields(config))
 
 
 def location_of(environment: Environment) -> str:
@@ -100,9 +101,9 @@ def load_tasks(environment: Environment, limit: int | None = None) -> list[Envir
     Raises ConfigError as `resolve_environment`; DataError if loading fails, there are no tasks, or two tasks have the
     same key.
     """
+    config = resolve_environment(environment)  # before verifiers is imported here: it defers imports
     import verifiers.v1 as vf
 
-    config = resolve_environment(environment)
     location = f"environment {environment.label}"
     try:
         taskset = vf.load_taskset(config.taskset)

@@ -21,7 +21,7 @@ from primerl_hpc.launch.planning.model_config import find_shape
 from primerl_hpc.plan.assess.case import Case, make_case
 from primerl_hpc.plan.assess.choice import LayoutChoice
 from primerl_hpc.plan.assess.prediction import Prediction, predict
-from primerl_hpc.plan.assess.search import NEAR, Space, search
+from primerl_hpc.plan.assess.search import NEAR, Space, has_layout, search
 from primerl_hpc.recipe.schema.layout import Colocated, colocation_conflicts
 from primerl_hpc.recipe.schema.recipe import Recipe
 
@@ -111,7 +111,7 @@ def fewest_gpus(recipe: Recipe, profile: Profile) -> int | None:
     def fits(gpus: int) -> bool:
         chosen = on_one_gpu if gpus == 1 else search_of
         space = chosen.space(gpus)
-        return space is not None and chosen.best(space) is not None
+        return space is not None and chosen.has_layout(space)
 
     for gpus in range(1, per_node + 1):
         if fits(gpus):
@@ -159,17 +159,27 @@ class _LayoutSearch:
         recipe = self.case.recipe
         if recipe.kind == Kind.EVAL:
             return self._engines(space)
-        case = self.case
-        if recipe.kind == Kind.SFT:  # the search leaves the number of nodes of this kind to the recipe
-            trainer = recipe.layout.trainer.model_copy(update={"nodes": space.nodes})
-            layout = recipe.layout.model_copy(update={"trainer": trainer})
-            case = replace(case, recipe=recipe.model_copy(update={"layout": layout}))
+        case = self._case_on(space)
         found = search(case, space)
         if found.best is None:
             return None
         transport = recipe.weights.transport
         gpu = case.trainer_gpu.name
         return Sized(found.best, space, found.best.choice.gpus, gpu, found.num_layouts, transport=transport)
+
+    def has_layout(self, space: Space) -> bool:
+        """True if `best` finds a layout."""
+        if self.case.recipe.kind == Kind.EVAL:
+            return self._engines(space) is not None
+        return has_layout(self._case_on(space), space)
+
+    def _case_on(self, space: Space) -> Case:
+        recipe = self.case.recipe
+        if recipe.kind != Kind.SFT:  # the search leaves the number of nodes of this kind to the recipe
+            return self.case
+        trainer = recipe.layout.trainer.model_copy(update={"nodes": space.nodes})
+        layout = recipe.layout.model_copy(update={"trainer": trainer})
+        return replace(self.case, recipe=recipe.model_copy(update={"layout": layout}))
 
     def with_staleness(self, sized: Sized) -> Sized:
         """Return the best layout with the better transport, and the least staleness that is as fast as more."""

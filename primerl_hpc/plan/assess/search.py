@@ -105,7 +105,7 @@ def search(
         if not prediction.fits:
             result.pruned[_family_of(prediction)] += 1
             misfits.append(prediction)
-        elif "time.step" in prediction.figures:
+        elif _has_step(prediction):
             ranked.append((prediction.figures["time.step"].value, number, prediction))
         else:
             result.pruned[prediction.absent.get("time.step", "the step time is not predicted")] += 1
@@ -122,6 +122,20 @@ def search(
     elif misfits:
         result.nearest = min(misfits, key=lambda item: sum(misfit.excess for misfit in item.misfits))
     return result
+
+
+def has_layout(case: Case, space: Space) -> bool:
+    """True if `search` finds a layout; it ends at the first one, and simulates none."""
+    parts = Parts(case)
+    predictions = (
+        predict(case, choice, parts=parts, depth="closed_form")
+        for choice in _candidates(case, space, parts, SearchResult(None))
+    )
+    return any(prediction.fits and _has_step(prediction) for prediction in predictions)
+
+
+def _has_step(prediction: Prediction) -> bool:
+    return "time.step" in prediction.figures
 
 
 def _candidates(case: Case, space: Space, parts: Parts, result: SearchResult) -> Iterator[LayoutChoice]:

@@ -38,9 +38,12 @@ def index() -> Iterator[Index]:
 
 @pytest.fixture(scope="module")
 def own_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of its own, into which packages may be installed; it also has those of this one."""
+    """An interpreter of its own, into which packages may be installed; it also has those of this one.
+
+    Its pip is that of this one as well, which is compiled and installs into the interpreter that runs it.
+    """
     folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     site = next((folder / "lib").glob("python3*/site-packages"))
     (site / "others.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")) + "\n")
     return folder / "bin" / "python"

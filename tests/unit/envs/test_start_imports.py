@@ -13,8 +13,9 @@ from tests.support.helpers import TOY_RECIPE, make_tiny_model
 
 DEFERRED = """
 import sys
-from primerl_hpc.envs.serving.deferred import defer_imports
-defer_imports()
+from primerl_hpc.envs.check import check_environment
+from primerl_hpc.recipe.schema.rollout import Environment
+assert check_environment(Environment(id="reverse-text")).num_tasks  # it defers imports before its own
 import verifiers.v1
 from verifiers.v1.dialects import anthropic as dialect
 from verifiers.v1.utils import score
