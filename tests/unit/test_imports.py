@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,21 @@ MAY_IMPORT = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a module: a walk takes longer than what a test does with its nodes."""
+    return list(ast.walk(tree_of(path)))
+
+
 def imported_folders(path: Path) -> set[str]:
     """Folders of our package that a module imports, for types only or for real."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -76,27 +89,55 @@ RENDERERS = ("chatml", "literal_renderer")
 """Modules of recipe that are imported only where package ``renderers`` is."""
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        *("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe"),
-        "runtime",
-        "tracking",
-    ],
-)
-def test_the_login_node_half_loads_no_torch(folder: str) -> None:
-    modules = [
-        "primerl_hpc." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for path in (PACKAGE / folder).rglob("*.py")
-        if path.name != "__init__.py" and path.stem not in RENDERERS
-    ]
-    code = (
-        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
-        "heavy = {'torch', 'vllm', 'transformers', 'verifiers', 'datasets', 'renderers'} & set(sys.modules)\n"
-        "sys.exit(f'loads {sorted(heavy)}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe")
+LOGIN_NODE += ("runtime", "tracking")
+LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
+"""What these folders may import, and what takes most of their time."""
+HEAVY = {"torch", "vllm", "transformers", "verifiers", "datasets", "renderers"}
+IMPORT_FOLDERS = """
+import importlib, json, os, sys, traceback
+libraries, heavy, folders = json.loads(sys.argv[1])
+for name in libraries: importlib.import_module(name)
+found = {}
+for folder, modules in folders.items():
+    reading, writing = os.pipe()
+    if not os.fork():
+        try:
+            for name in modules: importlib.import_module(name)
+            said = f"loads {loaded}" if (loaded := sorted({*heavy} & {*sys.modules})) else ""
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as file: said = file.read()
+    _, status = os.wait()
+    found[folder] = said or ("" if status == 0 else f"status {status}")
+print(json.dumps(found))
+"""
+
+
+@cache
+def errors_of_imports() -> dict[str, str]:
+    """Import all modules of each folder in a process that has imported libraries only, and return what is wrong."""
+    folders = {
+        folder: [
+            "primerl_hpc." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            for path in (PACKAGE / folder).rglob("*.py")
+            if path.name != "__init__.py" and path.stem not in RENDERERS
+        ]
+        for folder in LOGIN_NODE
+    }
+    words = json.dumps([LIBRARIES, sorted(HEAVY), folders])
+    command = [sys.executable, "-c", IMPORT_FOLDERS, words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("folder", LOGIN_NODE)
+def test_the_login_node_half_loads_no_torch(folder: str) -> None:
+    assert errors_of_imports()[folder] == ""
 
 
 @pytest.mark.parametrize(
@@ -121,10 +162,9 @@ PRESCRIBED = {
 
 def functions_of(path: Path) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Functions and methods of a module with their names, as in ``roles/router.py: main``."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "decorator_list")]
     return [
         (f"{path.relative_to(PACKAGE)}: {node.name}", node)
-        for node in nodes
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -179,7 +219,7 @@ def test_a_folder_holds_at_most_twelve_modules(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", sorted(MODULES.keys() - {"cli", "roles"}))
 def test_a_reading_order_names_the_modules_that_exist(folder: str) -> None:
-    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(tree_of(PACKAGE / folder / "__init__.py")) or ""
     order = re.sub(r"\([^()]*\)", "", text.partition("Reading order")[2])
     missing = [module for module in MODULES[folder] if not re.search(rf"\b{module}\b", order)]
     assert not missing
@@ -194,7 +234,7 @@ PLAN_FILES = {"plan/types.py": "reads plan.json", "plan/planner.py": "paths of f
 @pytest.mark.parametrize("folder", PURE_FOLDERS)
 def test_a_pure_folder_has_no_event_loop_client_clock_or_run_directory(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or "", *(alias.name for alias in node.names)]
@@ -207,7 +247,7 @@ def test_a_pure_folder_has_no_event_loop_client_clock_or_run_directory(folder: s
 def modules_imported_by(path: Path) -> set[str]:
     """Modules of our package that a module imports, for types only or for real."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("primerl_hpc."):
             found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
@@ -231,8 +271,8 @@ def test_no_import_inside_a_folder_is_for_types_only() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}: {statement.module}"
         for path in PACKAGE.rglob("*/*.py")
-        if "TYPE_CHECKING" in (text := path.read_text())
-        for node in ast.walk(ast.parse(text))
+        if "TYPE_CHECKING" in path.read_text()
+        for node in nodes_of(path)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for statement in node.body
         if isinstance(statement, ast.ImportFrom)
@@ -302,18 +342,18 @@ SLURM_COMMANDS = {"sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol"
 SLURM_COMMANDS |= {"sshare"}
 
 
-def slurm_command_lines(tree: ast.AST) -> list[int]:
+def slurm_command_lines(nodes: list[ast.AST]) -> list[int]:
     """Lines where a SLURM command is the first word of a list, tuple or call, as in ``run("squeue", ...)``."""
-    types = {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+    types = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.List | ast.Tuple | ast.Call):
             continue
-        words = node.elts if isinstance(node, ast.List | ast.Tuple) and id(node) not in types else []
-        if isinstance(node, ast.Call) and ast.unparse(node.func) != "shutil.which":
-            words = node.args
+        words = node.args if isinstance(node, ast.Call) else node.elts if id(node) not in types else []
         first, *others = [word.value if isinstance(word, ast.Constant) else None for word in words] or [None]
-        if first in SLURM_COMMANDS and others and not set(others) & SLURM_COMMANDS:
+        if first not in SLURM_COMMANDS or not others or set(others) & SLURM_COMMANDS:
+            continue
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "shutil.which"):
             lines.append(node.lineno)
     return lines
 
@@ -322,10 +362,10 @@ def test_only_the_slurm_folder_and_srun_steps_write_command_lines_of_slurm() -> 
     found = {
         str(path.relative_to(PACKAGE)): lines
         for path in sorted(PACKAGE.rglob("*.py"))
-        if (lines := slurm_command_lines(ast.parse(path.read_text())))
+        if (lines := slurm_command_lines(nodes_of(path)))
     }
     assert {path for path in found if not path.startswith("slurm/")} == {"runtime/steps/srun.py"}
-    assert slurm_command_lines(ast.parse('run_slurm("squeue", "--noheader")')) == [1]
+    assert slurm_command_lines(list(ast.walk(ast.parse('run_slurm("squeue", "--noheader")')))) == [1]
 
 
 STAND_INS_FOR_OTHERS = {

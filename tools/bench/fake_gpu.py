@@ -24,11 +24,16 @@ from typing import Any
 SOURCE = Path(__file__).with_suffix(".cpp")
 KERNELS: Any = None
 """Registrations of operators, which end with their library."""
+DEVICE: Any = None
+"""The loaded library of the device."""
 NAME, CAPABILITY, MEMORY_BYTES = "NVIDIA H100 80GB HBM3", (9, 0), 80 << 30
 
 
 def load() -> None:
-    """Compile and load the device, then import torch. Exits if there is no compiler or torch is loaded already."""
+    """Compile and load the device once, then import torch. Exits without a compiler, or if torch is loaded already."""
+    global DEVICE
+    if DEVICE is not None:
+        return
     if "torch" in sys.modules:
         sys.exit("the GPU that does not exist must be loaded before torch")
     spec = importlib.util.find_spec("torch")
@@ -45,7 +50,7 @@ def load() -> None:
             subprocess.run([*command, *libraries, "-o", device], check=True)
         except FileNotFoundError:
             sys.exit("g++ is required to trace a GPU without one")
-        ctypes.CDLL(str(device), mode=ctypes.RTLD_GLOBAL)
+        DEVICE = ctypes.CDLL(str(device), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401  with the device
 
 

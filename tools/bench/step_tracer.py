@@ -197,8 +197,25 @@ def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Chunks:
+    """Parts of a tensor for FSDP, each made when it is read: FSDP has one for each of 1,024 ranks, and reads two."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, number: int) -> Tensor:
+        start = number * self.size
+        rest = self.tensor.size(self.dim) - start
+        if rest <= 0 < number:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.size, rest))
+
+
 def replace_reads(tracer: StepTracer) -> None:
     """Replace what needs values."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
     from primerl_hpc.trainer import batch, train_step
     from primerl_hpc.trainer.model import policy
     from primerl_hpc.trainer.parallel import context, dispatch
@@ -247,6 +264,7 @@ def replace_reads(tracer: StepTracer) -> None:
 
     FakeTensor.tolist = tolist  # pyright: ignore[reportAttributeAccessIssue]
     torch.UntypedStorage.resize_ = resized
+    _fsdp_param._chunk_with_empty = Chunks  # pyright: ignore[reportAttributeAccessIssue]
     batch.to_device = context.to_device = moved
     dispatch.TorchDispatcher.dispatch = dispatched  # pyright: ignore[reportAttributeAccessIssue]
     policy.make_expert_mesh = outside_modes(policy.make_expert_mesh)

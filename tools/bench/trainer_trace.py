@@ -6,7 +6,7 @@
     tools/bench/trainer_trace.py --cases dense --top 20             # and what is alive at the peak
     tools/bench/trainer_trace.py --json > docs/measurements/trainer_trace.json
 
-Each case is one rank of a fake process group on a fake GPU (step_tracer.py), in its own process: real code, no memory.
+Each case is one rank of a fake process group on a fake GPU (step_tracer.py), in a forked process: real code, no memory.
 Exits with 1 if a predicted peak differs from the traced one by more than `LARGEST_ERROR`, or a case fails.
 """
 
@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 from machine import ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
@@ -165,10 +166,7 @@ def predicted_memory(case: TraceCase) -> Any:
 
 
 def run_case(name: str, top: int, layers: int | None) -> dict[str, Any]:
-    """Trace one case in this process."""
-    import fake_gpu
-
-    fake_gpu.load()
+    """Trace one case in this process, where `load` was called."""
     from step_tracer import trace_steps
 
     case = replace(CASES[name], layers=layers) if layers else CASES[name]
@@ -212,7 +210,33 @@ def run_case(name: str, top: int, layers: int | None) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def load() -> None:
+    """Import what every case needs. A case then forks this process, which takes no time."""
+    fake_gpu.load()
+    import step_tracer  # noqa: F401
+
+    from primerl_hpc.trainer import train_step  # noqa: F401
+
+
+def fork_case(name: str, top: int, layers: int | None) -> tuple[int, str]:
+    """Trace one case in a child. Returns its exit code and its row as JSON."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with open(writing, "w") as row:
+                json.dump(run_case(name, top, layers), row)
+        except BaseException:  # noqa: BLE001  the child must not trace the next case
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # modules that believe in the GPU would fail while they are finalized
+    os.close(writing)
+    with open(reading) as row:
+        text = row.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,25 +246,22 @@ def main() -> int:
     )
     parser.add_argument("--layers", type=int, help="trace models of so many layers instead of all")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--here", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.here:
-        print(json.dumps(run_case(options.here, options.top, options.layers)), flush=True)
-        os._exit(0)  # modules that believe in the GPU would fail while they are finalized
+    load()
     rows, wrong = [], []
     for name in options.cases:
-        command = [sys.executable, __file__, "--here", name, "--top", str(options.top)]
-        command += ["--layers", str(options.layers)] if options.layers else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            wrong.append(f"{name}: exit code {done.returncode}")
+        code, text = fork_case(name, options.top, options.layers)
+        if code:
+            wrong.append(f"{name}: exit code {code}")
             continue
-        row = json.loads(done.stdout.splitlines()[-1])
+        row = json.loads(text)
         rows.append(row)
         if abs(row["error"]) > LARGEST_ERROR:
             wrong.append(f"{name}: the predicted peak differs by {row['error']:+.1%}")
-    return conclude("The trainer's step on a fake GPU", rows, wrong, as_json=options.json)
+    code = conclude("The trainer's step on a fake GPU", rows, wrong, as_json=options.json)
+    sys.stdout.flush()
+    os._exit(code)  # as above
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,15 +15,15 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.helpers import ROOT
+from tests.support.fork_server import ForkServer
+from tests.support.helpers import PATIENCE_S, ROOT
 
 pytest.importorskip("torch")
 pytest.importorskip("verifiers")
@@ -60,21 +60,31 @@ def edit(file: Path, what: str, text: str, body: str) -> None:
     file.write_text(before.replace(text, body + text if what == "insert before" else body.removesuffix("\n")))
 
 
-def check(block: Block, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Libraries read this variable when they are imported."""
+    server = ForkServer("tests.support.script_server", HF_HUB_OFFLINE="1")
+    yield server
+    server.stop()
+
+
+def check(block: Block, folder: Path, server: ForkServer) -> None:
     environ = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
     if block.language == "bash":
         lines = [shlex.split(line) for line in block.body.splitlines()]
         assert lines and all(words[0] == "primerl-hpc" for words in lines)
-        commands = [[sys.executable, "-m", "primerl_hpc", *words[1:]] for words in lines]
+        commands = [["-m", "primerl_hpc", *words[1:]] for words in lines]
     else:
         origin = f"import primerl_hpc\nassert primerl_hpc.__file__.startswith({str(folder)!r})\n"
-        commands = [[sys.executable, "-c", origin + block.body]]
+        commands = [["-c", origin + block.body]]
+    output = folder / "output"
+    request = {"cwd": str(folder), "environment": environ, "output": str(output)}
     for command in commands:
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        reply = server.ask({**request, "words": command}, PATIENCE_S)
+        assert reply == "0\n", output.read_text()
 
 
-def check_recipe(block: Block, folder: Path) -> None:
+def check_recipe(block: Block, folder: Path, server: ForkServer) -> None:
     """The keys are those of a recipe, and the function that they name exists."""
     keys = yaml.safe_load(block.body)
     code = (
@@ -84,7 +94,7 @@ def check_recipe(block: Block, folder: Path) -> None:
         f"for key in {list(keys)!r}: import_object(getattr(recipe, key).import_path, location=key)\n"
     )
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"base": "reverse_text/tiny.yaml", **keys}))
-    check(Block("python", "check", code), folder)
+    check(Block("python", "check", code), folder, server)
 
 
 def test_the_page_has_a_section_for_every_extension_point() -> None:
@@ -98,7 +108,7 @@ def test_the_page_has_a_section_for_every_extension_point() -> None:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_the_example_of_a_section_works(title: str, tmp_path: Path) -> None:
+def test_the_example_of_a_section_works(title: str, tmp_path: Path, server: ForkServer) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("primerl_hpc", "recipes", "cluster_profiles", "templates"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
@@ -113,4 +123,4 @@ def test_the_example_of_a_section_works(title: str, tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.body)
     for block in checks:
-        (check_recipe if block.head == "check: recipe" else check)(block, tmp_path)
+        (check_recipe if block.head == "check: recipe" else check)(block, tmp_path, server)

@@ -86,9 +86,15 @@ def page_lines(page: Path) -> Iterator[tuple[int, str]]:
         previous = line
 
 
-def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a module of the package, which two tests read."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def docstrings(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
     """Yield docstrings of modules, classes, functions and fields: every statement that is a string."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -97,14 +103,14 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node.value
 
 
-def messages(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def messages(source: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of string literals that are prose. Replacement fields of f-strings become {}.
 
     Raw strings are patterns, often of messages of other programs, and are left out.
     """
     lines = source.splitlines()
-    skipped = {id(each) for each in docstrings(tree)}
-    for node in ast.walk(tree):
+    skipped = {id(each) for each in docstrings(nodes)}
+    for node in nodes:
         if not isinstance(node, ast.JoinedStr | ast.Constant) or id(node) in skipped:
             continue
         prefix = lines[node.lineno - 1].encode()[node.col_offset :][:2].partition(b'"')[0]
@@ -120,6 +126,8 @@ def messages(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
+    if "#" not in source:
+        return  # many modules: tokens take as long as all other checks
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -134,20 +142,19 @@ def package_findings() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         inside = path.relative_to(PACKAGE)
         folder = inside.parts[0] if len(inside.parts) > 1 else "."
         source = path.read_text()
-        tree, lines = ast.parse(source), source.splitlines()
-        prose = [
-            Prose(str(inside), node.lineno, str(node.value), is_docstring=True) for node in docstrings(tree)
-        ]
-        prose += [Prose(str(inside), line, text) for line, text in comments(source)]
+        nodes, lines = nodes_of(path), source.splitlines()
+        described, commented = list(docstrings(nodes)), list(comments(source))
+        prose = [Prose(str(inside), node.lineno, str(node.value), is_docstring=True) for node in described]
+        prose += [Prose(str(inside), line, text) for line, text in commented]
         prose += [
             Prose(str(inside), line, text)
-            for line, text in messages(source, tree)
+            for line, text in messages(source, nodes)
             if len(re.findall(r"[^\W\d_]{2,}", text)) >= MIN_WORDS
         ]
         words[folder] += [found for each in prose for found in violations(each)]
         prose_lines = {
-            number for node in docstrings(tree) for number in range(node.lineno, (node.end_lineno or 0) + 1)
-        } | {number for number, _ in comments(source)}
+            number for node in described for number in range(node.lineno, (node.end_lineno or 0) + 1)
+        } | {number for number, _ in commented}
         wide[folder] += [
             f"{inside}:{number}" for number in sorted(prose_lines) if len(lines[number - 1]) > MAX_COLUMNS
         ]
@@ -166,12 +173,12 @@ def test_prose_of_tests_uses_no_word_of_the_deny_list(folder: str) -> None:
     found: list[str] = []
     for path in sorted((ROOT / "tests" / folder).rglob("*.py")):
         source, name = path.read_text(), str(path.relative_to(ROOT))
-        tree = ast.parse(source)
-        prose = [Prose(name, node.lineno, str(node.value), is_docstring=True) for node in docstrings(tree)]
+        nodes = list(ast.walk(ast.parse(source)))
+        prose = [Prose(name, node.lineno, str(node.value), is_docstring=True) for node in docstrings(nodes)]
         prose += [Prose(name, line, text) for line, text in comments(source)]
         prose += [
             Prose(name, node.lineno, node.name.replace("_", " "))
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
         ]
         found += [each for text in prose for each in violations(text)]
@@ -191,7 +198,7 @@ def test_prose_of_the_package_uses_no_word_of_the_deny_list_and_fits_its_width(f
 def test_a_class_name_exists_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(PACKAGE)))
     twice = {name: found for name, found in places.items() if len(found) > 1}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -104,13 +106,19 @@ def with_value(path: str, value: str, gpus: int = 8) -> dict[str, Any]:
     return values
 
 
+@cache
+def tiny_values() -> dict[str, Any]:
+    """Return the keys of a shipped recipe, read once instead of for each example."""
+    return load_recipe("reverse_text/tiny").document.values
+
+
 def make(
     values: dict[str, Any], *, run_dir: str = "/r", python: str = "/py", **recipe: Any
 ) -> tuple[Plan, Profile, str] | None:
     """None when the value is refused."""
     try:
         profile = Profile.model_validate(values)
-        asked = parse_recipe(load_recipe("reverse_text/tiny").document.values | recipe)
+        asked = parse_recipe(deepcopy(tiny_values()) | recipe)
         plan = compile_plan(asked, profile, run_dir=run_dir, python=profile.software.default.python or python)
         python = profile.software.default.python or python
         return plan, profile, render_job(plan, profile, python=python, package_root=f"{run_dir}/code")

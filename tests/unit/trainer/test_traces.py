@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support.forked_traces import ForkedTraces
 
 pytest.importorskip("torch")
 
@@ -17,14 +17,27 @@ LAYERS = "2"
 """Full width, but few layers: what a layer allocates and sends is what the formulas and protocols are about."""
 
 
-def traced(tool: str, *words: str, layers: str = LAYERS) -> list[dict[str, Any]]:
-    command = [sys.executable, ROOT / "tools/bench" / tool, "--layers", layers, "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)["rows"]
+Trace = Callable[..., list[dict[str, Any]]]
 
 
-def test_the_planner_predicts_the_peak_of_a_step_on_64_gpus():
+@pytest.fixture(scope="module")
+def forked_traces() -> Iterator[ForkedTraces]:
+    traces = ForkedTraces()
+    yield traces
+    traces.stop()
+
+
+@pytest.fixture
+def traced(forked_traces: ForkedTraces, tmp_path: Path) -> Trace:
+    def rows(tool: str, *words: str, layers: str = LAYERS) -> list[dict[str, Any]]:
+        code, out, err = forked_traces(tmp_path, tool, "--layers", layers, "--json", *words)
+        assert code == 0, out + err
+        return json.loads(out)["rows"]
+
+    return rows
+
+
+def test_the_planner_predicts_the_peak_of_a_step_on_64_gpus(traced: Trace):
     (row,) = traced("trainer_trace.py", "--cases", "mixture, two rows")
     assert row["ranks"] == 64 and abs(row["error"]) <= 0.05
     calls = row["collectives"]
@@ -34,7 +47,7 @@ def test_the_planner_predicts_the_peak_of_a_step_on_64_gpus():
     assert row["waits_outside"] <= 6
 
 
-def test_the_planner_predicts_the_peak_of_a_step_on_1024_gpus():
+def test_the_planner_predicts_the_peak_of_a_step_on_1024_gpus(traced: Trace):
     """Three dense layers of DeepSeek-V3 and two mixtures, whose shared experts are issued while tokens are sent."""
     (row,) = traced("trainer_trace.py", "--cases", "DeepSeek-V3", layers="5")
     assert row["ranks"] == 1024 and abs(row["error"]) <= 0.05
@@ -42,7 +55,7 @@ def test_the_planner_predicts_the_peak_of_a_step_on_1024_gpus():
     assert row["waits"] == 2 * 2 + row["waits_outside"]
 
 
-def test_receivers_of_a_broadcast_issue_the_operations_of_the_sender():
+def test_receivers_of_a_broadcast_issue_the_operations_of_the_sender(traced: Trace):
     sender, files, *receivers = traced("broadcast_trace.py")
     assert [row["process"] for row in receivers] == ["engine rank 1", "engine rank 16"]
     for row in receivers:

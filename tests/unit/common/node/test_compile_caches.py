@@ -19,45 +19,56 @@ from primerl_hpc.recipe.load import load_recipe
 from tests.support.helpers import PATIENCE_S, ROOT
 
 COMPILE = """
-import json, sys
-from primerl_hpc.common.node.compile_caches import kept_caches
-caches = kept_caches("trainer", "org/model")
-import torch
+import json, os, sys, tempfile
+import torch, torch._inductor.compile_fx  # the jobs fork: this import takes most of their time
 from torch._dynamo.utils import counters
-function = torch.compile(lambda x: (x.sin() * 2 + x.cos()).sum())
-value = float(function(torch.arange(64.0)))
-is_saved = caches.save()
-found = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
-print(json.dumps({**found, "value": value, "saved": is_saved}))
+def compile_in_job(variables):
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    from primerl_hpc.common.node.compile_caches import kept_caches
+    caches = kept_caches("trainer", "org/model")
+    function = torch.compile(lambda x: (x.sin() * 2 + x.cos()).sum())
+    value = float(function(torch.arange(64.0)))
+    is_saved = caches.save()
+    found = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+    print(json.dumps({**found, "value": value, "saved": is_saved}), flush=True)
+context = torch.multiprocessing.get_context("fork")
+for variables in json.loads(sys.argv[1]):
+    job = context.Process(target=compile_in_job, args=(variables,))
+    job.start()
+    job.join()
+    if job.exitcode:
+        sys.exit(job.exitcode)
 """
 
 
-def start(folder: Path, store: Path) -> dict[str, float]:
-    """Compile a function in a job whose private folder is ``folder``."""
-    folder.mkdir(mode=0o700)
+def compile_in_jobs(folders: list[Path], store: Path) -> list[dict[str, float]]:
+    """Compile a function in one job after the other, whose private folders are ``folders``."""
+    jobs = []
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+        jobs.append({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
     variables = {
-        "TMPDIR": str(folder),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes, which import torch too
         env.PRIVATE_TMP: "x",
         env.COMPILE_STORE: json.dumps({"folder": str(store), "max_gib": 1}),
     }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
+        [sys.executable, "-c", COMPILE, json.dumps(jobs)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=True,
         timeout=PATIENCE_S,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_a_second_job_compiles_nothing(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    first = start(tmp_path / "job-1", tmp_path / "compile")
+    first, second = compile_in_jobs([tmp_path / "job-1", tmp_path / "job-2"], tmp_path / "compile")
     assert (first["fxgraph_cache_hit"], first["fxgraph_cache_miss"], first["saved"]) == (0, 1, True)
-    second = start(tmp_path / "job-2", tmp_path / "compile")
     assert (second["fxgraph_cache_hit"], second["fxgraph_cache_miss"], second["saved"]) == (1, 0, False)
     assert second["value"] == first["value"]
     with tarfile.open(next((tmp_path / f"compile-{os.getuid()}").glob("*.tar"))) as archive:
