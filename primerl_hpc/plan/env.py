@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
 from primerl_hpc.cluster.schema import Profile
@@ -125,6 +126,7 @@ def readers_env(phase: PhasePlan, num_hosts: int) -> PhasePlan:
     process itself (none of an elastic engine), and the largest number of hosts of the run.
     """
 
+    @cache
     def readers(role: Role) -> list[int]:
         roles = (role,) if role in (Role.TEACHER, Role.JUDGE) else _POLICY_LOADERS
         return sorted(
