@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def tree_of(path: Path) -> ast.Module:
 def nodes_of(path: Path) -> list[ast.AST]:
     """Return all nodes of a module: a walk takes longer than what a test does with its nodes."""
     return list(ast.walk(tree_of(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes() -> Iterator[None]:
+    """They are half a million objects, which garbage collections in later tests would visit."""
+    yield
+    nodes_of.cache_clear()
+    tree_of.cache_clear()
 
 
 def imported_folders(path: Path) -> set[str]:

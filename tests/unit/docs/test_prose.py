@@ -92,6 +92,13 @@ def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text())))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes() -> Iterator[None]:
+    """They are half a million objects, which garbage collections in later tests would visit."""
+    yield
+    nodes_of.cache_clear()
+
+
 def docstrings(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
     """Yield docstrings of modules, classes, functions and fields: every statement that is a string."""
     for node in nodes:
