@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,6 +276,12 @@ for fields in json.loads(sys.argv[1]):
 """
 
 
+def online(url: str, home: Path) -> dict[str, str]:
+    """The environment of a process that may fetch from the hub at ``url``."""
+    hub = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    return {**os.environ, **hub, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+
+
 def test_subsets_and_splits_of_a_dataset_on_the_hub_are_read(tmp_path):
     """Run in a separate process: the hub's address is read once."""
 
@@ -291,15 +298,9 @@ def test_subsets_and_splits_of_a_dataset_on_the_hub_are_read(tmp_path):
         {"path": "org/other"},
     ]
     with serve_hub({"org/rows": {"README.md": CARD.encode(), **files}}) as url:
-        home = {
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
         done = subprocess.run(
             [sys.executable, "-c", READ, json.dumps(asked)],
-            env={**os.environ, **home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
+            env=online(url, tmp_path),
             capture_output=True,
             text=True,
             check=True,
@@ -339,15 +340,9 @@ def test_one_rank_of_a_node_fetches_from_the_hub_before_the_others(tmp_path):
     agents: list[str] = []
     files = {"train.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
     with serve_hub({"org/rows": files}, agents) as url:
-        home = {
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
         done = subprocess.run(
             [sys.executable, "-c", READ_AS_RANKS, str(tmp_path / "store")],
-            env={**os.environ, **home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
+            env=online(url, tmp_path),
             timeout=PATIENCE_S,
             check=False,
         )
