@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -72,7 +73,8 @@ def keep_code(run: RunDir, code: RunCode) -> None:
     files = code.sources.files
     for folder in sorted({Path(target).parent for target in files}):
         (code.folder / folder).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_WRITERS) as writers:
+    with warnings.catch_warnings(), ThreadPoolExecutor(_WRITERS) as writers:
+        warnings.simplefilter("ignore")  # of the compiler
         list(writers.map(lambda item: _copy(item[1], code.folder / item[0]), files.items()))
     for target, destination in code.sources.links.items():
         (code.folder / target).parent.mkdir(parents=True, exist_ok=True)

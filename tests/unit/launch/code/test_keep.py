@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import warnings
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_the_package_is_copied_and_the_script_runs_the_copy(run: RunDir) -> None
     assert all(path.is_file() for path in compiled) and not (copy / "tests").exists()
     assert f"export PYTHONPATH={copy}${{PYTHONPATH" in job_script(run).read_text()
     assert str(ROOT) not in job_script(run).read_text().replace(sys.executable, "")
+
+
+def test_warnings_of_the_compiler_about_copied_modules_are_not_printed(here: Path) -> None:
+    (here / "lib" / "my_helper.py").write_text('PATTERN = "\\d"\n')
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        submit(*OWN_LOSS, "--set", f"env_by_role.trainer={{PYTHONPATH: {here / 'lib'}}}")
+    assert not [each for each in seen if "invalid escape" in str(each.message)]
 
 
 def test_the_copy_is_private_and_checked_before_it_is_executed(run: RunDir) -> None:
