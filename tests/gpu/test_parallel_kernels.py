@@ -11,11 +11,12 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from primerl_hpc.trainer.parallel import flash  # noqa: E402
 from primerl_hpc.trainer.parallel.attention import full_rows  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 from primerl_hpc.trainer.parallel.deepep import DeepEPDispatcher  # noqa: E402
 from primerl_hpc.trainer.parallel.dispatch import TorchDispatcher  # noqa: E402
-from primerl_hpc.trainer.parallel.flash import States  # noqa: E402
+from primerl_hpc.trainer.parallel.flash import FLASH_PACKAGES, States  # noqa: E402
 from primerl_hpc.trainer.parallel.ring import MatrixBlocks  # noqa: E402
 from primerl_hpc.trainer.parallel.ring_flash import FlashBlocks  # noqa: E402
 from tests.support.spawned_ranks import spawn_ranks  # noqa: E402
@@ -27,11 +28,29 @@ pytestmark = [
 ]
 
 
+def is_installed(module: str) -> bool:
+    """True if the module itself can be found: flash-attn-4 fills the folder flash_attn too."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.fixture(params=["FlashAttention-2", "FlashAttention-4"])
+def kernels(request, monkeypatch):
+    """Kernels of `varlen` attention."""
+    monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
+    if request.param == "FlashAttention-2":
+        return
+    if not flash.choose_kernels(torch.device("cuda")).startswith(request.param):
+        pytest.skip("needs flash-attn-4 and a Hopper or Blackwell GPU")
+
+
 @pytest.mark.parametrize("inner", ["sdpa", "eager", "varlen", "flash_attention_2"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_kernel_keeps_samples_of_a_row_apart(inner, window):
     """Two packed rows in bfloat16 against plain matrices in float32."""
-    if inner.startswith("flash") and find_spec("flash_attn") is None:
+    if inner.startswith("flash") and not is_installed(FLASH_PACKAGES[inner]):
         pytest.skip("needs flash-attn")
     torch.manual_seed(0)
     lengths = [[100, 28], [1, 60, 67]]
@@ -50,6 +69,7 @@ def test_every_kernel_keeps_samples_of_a_row_apart(inner, window):
         assert (found.float() - expected).norm() < 2**-7 * expected.norm()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_flash_attention_computes_sinks_and_their_gradient(window, has_sinks):
@@ -67,6 +87,7 @@ def test_flash_attention_computes_sinks_and_their_gradient(window, has_sinks):
         assert (found.float() - expected.float()).norm() < 0.02 * expected.float().norm()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("window", [None, 5, 40])
 def test_flash_blocks_of_a_ring_compute_what_plain_matrices_compute(window):
     """Three ranks, one after the other. Samples start just before the ends of pieces, where windows are cut."""

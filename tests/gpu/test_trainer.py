@@ -70,13 +70,13 @@ class GpuTrainer:
     def build(self, case: Case) -> Trainer:
         return build_case(case, 1, self.watchdog, DEVICE)
 
-    def assert_same(self, name: str, expected: str) -> None:
-        """Compare loss, gradient norm, first gradients and last weights."""
+    def assert_same(self, name: str, expected: str, share: float = SHARE) -> None:
+        """Compare loss, gradient norm, first gradients and last weights, which may differ by ``share``."""
         steps = self.results.report(name)["steps"]
         for found, each in zip(steps, self.results.report(expected)["steps"], strict=True):
             for key in ("loss/mean", "optim/grad_norm") if "loss/mean" in each else each:
-                assert found[key] == pytest.approx(each[key], rel=SHARE, abs=1e-5), key
-        assert_close(self.results.tensors(name), self.results.tensors(expected), SHARE)
+                assert found[key] == pytest.approx(each[key], rel=share, abs=1e-5), key
+        assert_close(self.results.tensors(name), self.results.tensors(expected), share)
 
 
 @pytest.fixture
@@ -124,14 +124,17 @@ def test_what_lies_on_the_host_changes_neither_a_step_nor_a_resume(gpu: GpuTrain
 def test_compiled_blocks_compute_what_plain_ones_do(gpu: GpuTrainer, family: str, recomputed: str):
     torch.compiler.reset()
     counters.clear()
-    options = {"activation_checkpointing": recomputed}
+    options: dict[str, Any] = {"activation_checkpointing": recomputed}
+    share = SHARE
+    if family == "qwen3_moe":  # in other types, transformers' grouped products have no gradient inside graphs
+        options["param_dtype"], share = "bfloat16", 0.05
     gpu.train("plain", model=family, trainer={**options, "compile": False})
     with memory_snapshots(
         gpu.folder / "snapshot", 1000
     ):  # as every trainer on a GPU; see pytorch/pytorch#179536
         gpu.train("compiled", model=family, trainer={**options, "compile": True})
     assert counters["stats"]["unique_graphs"] > 0
-    gpu.assert_same("compiled", "plain")
+    gpu.assert_same("compiled", "plain", share)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from contextlib import ExitStack, nullcontext
-from functools import partialmethod
+from functools import partial, partialmethod
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict
@@ -39,6 +39,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.checkpoint.checkpoint import load_checkpoint
 from primerl_hpc.trainer.checkpoint.saver import Saver
 from primerl_hpc.trainer.losses import LossInputs, TokenLoss
+from primerl_hpc.trainer.model import head
 from primerl_hpc.trainer.optim import optimizers as optim
 from primerl_hpc.trainer.parallel import deepep
 from primerl_hpc.trainer.parallel.mesh import make_world
@@ -202,6 +203,8 @@ def run_case(
         if "compiler" in case:
             compile_with = partialmethod(nn.Module.compile, backend=case["compiler"])
             stand_ins.enter_context(patch.object(nn.Module, "compile", compile_with))
+            compile_head = partial(head.compile_head, backend=case["compiler"])
+            stand_ins.enter_context(patch.object(head, "compile_head", compile_head))
         trainer = build_case(case, ranks, watchdog, device)
     world = trainer.world
     trainer.small = trainer.small and not case.get("is_large")

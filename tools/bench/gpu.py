@@ -107,6 +107,22 @@ def memory_figures(text: str) -> list[Figure]:
     return peaks + asked_figures(text)
 
 
+def kernel_figures(text: str) -> list[Figure]:
+    """Parse the JSON of `gpu_kernels.py`: times relative to the first kernels of each case."""
+    document = json.loads(text) if text else {"rows": (), "wrong": ()}
+    figures: list[Figure] = [
+        {
+            "figure": f"{row['part']}, {row['case']}, {row['kernels']}: ratio",
+            "value": row["ratio"],
+            "asked": "",
+            "met": None,
+        }
+        for row in document["rows"]
+        if row["ratio"] != 1
+    ]
+    return figures + [{"figure": text, "value": "-", "asked": "", "met": False} for text in document["wrong"]]
+
+
 def pytest_figures(text: str) -> list[Figure]:
     """Parse the output of `pytest -v`, complete or not."""
     ends = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
@@ -163,6 +179,10 @@ PARTS = {
     "rl-filesystem": bench(RUN, "filesystem", limit_s=130, read=run_figures, on_cpu=f"{SMALL_RUN} filesystem"),
     "rl-delta": bench(RUN, "delta", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} delta"),
     "rl-broadcast": bench(RUN, "broadcast", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} broadcast"),
+    "kernels": bench(
+        "gpu_kernels.py --json", limit_s=45, read=kernel_figures,
+        on_cpu="gpu_kernels.py --json --tokens 64 --vocabulary 512",
+    ),
     "chunked-head": bench("chunked_head.py --device cuda", limit_s=30, on_cpu=SMALL_HEAD),
     "chunked-head-bfloat16": bench("chunked_head.py --device cuda --dtype bfloat16", limit_s=30),
     "trainer-loop": bench(LOOP, limit_s=45, on_cpu=SMALL_LOOP),
@@ -254,7 +274,7 @@ def describe_device() -> dict[str, Any] | None:
         "gib": round(memory / 2**30, 1),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{name: version_of(name) for name in ("transformers", "triton", "flash-attn")},
+        **{name: version_of(name) for name in ("transformers", "triton", "flash-attn", "flash-attn-4")},
     }
 
 

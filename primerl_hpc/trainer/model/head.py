@@ -11,18 +11,25 @@ u = Σ exp(z − m)(z − m) over all ranks, in float32:
 
 Each rank's gradient of h is that of these logits: a part of a sum over the ranks.
 
+`token_stats` and `logit_gradients` are the same formulas without vocabulary ranks, to be compiled (`FusedHead`): each
+reads a chunk's product once or twice and writes only its result. Operation by operation, a chunk is read and written
+about 20 times, half of the head's time on a GPU (docs/gpu-path.md).
+
 Some families change logits before the temperature (`LogitForm`): z = c tanh(s (W h + b) / c) / T, whose derivative is
 that of plain logits times s (1 − (z T / c)²).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.parallel.tensor.tokens import TensorGroup
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1536 << 20}
@@ -122,16 +129,118 @@ def own_targets(targets: Tensor, size: int, ranks: TensorGroup, vocab_size: int)
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
+class Tokens(NamedTuple):
+    """Targets [T] and temperatures [T] of tokens, or None where all are 1."""
+
+    targets: Tensor
+    temperatures: Tensor | None
+
+
+def changed_logits(
+    product: Tensor, temperatures: Tensor | None, bias: Tensor | None, form: LogitForm
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits [T, V] of the head's ``product``, which stays as it is, and the slope of their cap or None."""
+    logits, slope = product if bias is None else product + bias, None
+    logits = logits if form.scale == 1 else logits * form.scale
+    if form.cap is not None:
+        capped = torch.tanh(logits / form.cap)
+        logits, slope = capped * form.cap, 1 - capped.square()
+    return logits if temperatures is None else logits / temperatures[:, None], slope
+
+
+def token_stats(
+    product: Tensor, tokens: Tokens, bias: Tensor | None, form: LogitForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log π, entropy and log Σ exp z of tokens, [T], from the head's ``product`` [T, V]."""
+    logits, _ = changed_logits(product, tokens.temperatures, bias, form)
+    maxima = logits.amax(-1, keepdim=True)
+    shifted = logits - maxima
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    logs = total.log()
+    chosen = shifted.gather(-1, tokens.targets[:, None])[:, 0]
+    return chosen - logs, logs - (weights * shifted).sum(-1) / total, maxima[:, 0] + logs
+
+
+def logit_gradients(
+    product: Tensor,
+    tokens: Tokens,
+    bias: Tensor | None,
+    form: LogitForm,
+    log_sums: Tensor,
+    grad: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the head's ``product`` [T, V] in ``dtype``. ``grad`` [T]: of log π."""
+    logits, slope = changed_logits(product, tokens.temperatures, bias, form)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == tokens.targets[:, None]
+    scaled = grad if tokens.temperatures is None else grad / tokens.temperatures
+    grads = scaled[:, None] * (is_target.to(logits.dtype) - (logits - log_sums[:, None]).exp())
+    grads = grads if slope is None else grads * slope
+    return (grads if form.scale == 1 else grads * form.scale).to(dtype)
+
+
+class FusedHead(NamedTuple):
+    """`token_stats` and `logit_gradients`, compiled."""
+
+    stats: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gradients: Callable[..., Tensor]
+
+
+def choose_head(recipe: Recipe, device: torch.device) -> FusedHead | None:
+    """Return the compiled operations on logits, or None for those in place.
+
+    ``trainer.compile: auto`` compiles on GPUs, for all models; what torch cannot compile then runs as it is.
+    """
+    wanted = recipe.trainer.compile
+    return (
+        compile_head(may_fail=wanted == "auto")
+        if wanted is True or (wanted and device.type == "cuda")
+        else None
+    )
+
+
+def compile_head(*, may_fail: bool = False, backend: Any = "inductor") -> FusedHead:
+    """Return compiled functions. ``may_fail``: what torch cannot compile runs as it is, with a warning."""
+    import torch._dynamo
+
+    torch._dynamo.config.suppress_errors = may_fail
+    functions = (token_stats, logit_gradients)
+    return FusedHead(*(torch.compile(function, backend=backend) for function in functions))
+
+
+def any_length(values: Tensor) -> Tensor:
+    """Return ``values``, with which functions are compiled for all lengths of the first dim at once."""
+    torch._dynamo.maybe_mark_dynamic(values, 0)
+    return values
+
+
+def tokens_of(part: slice, targets: Tensor, temperatures: Tensor | None) -> Tokens:
+    """Return copies of a part of the tokens: functions are compiled for the place of a view."""
+    own = None if temperatures is None else any_length(temperatures[part].clone())
+    return Tokens(any_length(targets[part].clone()), own)
+
+
 class ChunkedLogprob(torch.autograd.Function):
     """hidden [T, H], weight [V, H], targets [T], temperatures [T] → log-probabilities [T], entropies [T] (float32).
 
     Temperatures may be None, where all are 1. ``vocabulary``: the ranks that divide it and its size; None: this
-    rank has all. All of them pass the same tokens. ``bias`` [V] or None.
+    rank has all. All of them pass the same tokens. ``bias`` [V] or None. ``fused`` or None computes what is computed
+    from logits, unless ranks divide the vocabulary.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, temperatures, chunk_tokens, vocabulary=None, bias=None, form=PLAIN
+        ctx,
+        hidden,
+        weight,
+        targets,
+        temperatures,
+        chunk_tokens,
+        vocabulary=None,
+        bias=None,
+        form=PLAIN,
+        fused=None,
     ):
         is_own = None
         if vocabulary is not None:
@@ -139,9 +248,18 @@ class ChunkedLogprob(torch.autograd.Function):
         logprobs, entropies, log_sums = (
             torch.empty(len(hidden), device=hidden.device, dtype=torch.float32) for _ in range(3)
         )
-        ctx.last_probs = None
+        ctx.last_probs = ctx.last_product = None
+        ctx.fused = fused if vocabulary is None else None
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
+            if ctx.fused is not None:
+                product = any_length(float32_product(hidden[part], weight.t()))
+                logprobs[part], entropies[part], log_sums[part] = ctx.fused.stats(
+                    product, tokens_of(part, targets, temperatures), bias, form
+                )
+                ctx.last_product = product if part.stop >= len(hidden) else None
+                del product
+                continue
             logits = at_temperature(formed_logits(hidden[part], weight, bias, form), temperatures, part)
             if vocabulary is not None and is_own is not None:
                 logprobs[part], entropies[part], log_sums[part], probs = divided_softmax(
@@ -167,29 +285,17 @@ class ChunkedLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, targets, temperatures, log_sums, is_own, bias = ctx.saved_tensors
-        form, slope = ctx.form, None
+        hidden, weight, *_, bias = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]  # not with adapters alone
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        probs, ctx.last_probs = ctx.last_probs, None
-        scaled = grad.float() if temperatures is None else grad.float() / temperatures
-        chosen = scaled if is_own is None else scaled * is_own
         for start in reversed(range(0, len(hidden), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
-            if probs is None:
-                probs = formed_logits(hidden[part], weight, bias, form)
-                slope = form.slope(probs)
-                probs = at_temperature(probs, temperatures, part).sub_(log_sums[part, None]).exp_()
-            grad_logits, probs = probs.mul_(-scaled[part, None]), None
-            grad_logits.scatter_add_(-1, targets[part, None], chosen[part, None])
-            if slope is not None:
-                grad_logits.mul_(slope)
-            if form.scale != 1:
-                grad_logits.mul_(form.scale)
+            chunk = gradients_in_place if ctx.fused is None else fused_gradients
+            grad_logits = chunk(ctx, grad, part)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[part] = grad_logits @ weight
             if grad_weight is not None:
@@ -199,4 +305,33 @@ class ChunkedLogprob(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if bias is not None and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, grad_bias, None
+        return grad_hidden, grad_weight, None, None, None, None, grad_bias, None, None
+
+
+def fused_gradients(ctx, grad: Tensor, part: slice) -> Tensor:
+    """Return the gradient of a chunk's product, [t, V], in the type of h."""
+    hidden, weight, targets, temperatures, log_sums, _, bias = ctx.saved_tensors
+    product, ctx.last_product = ctx.last_product, None
+    if product is None:
+        product = any_length(float32_product(hidden[part], weight.t()))
+    tokens = tokens_of(part, targets, temperatures)
+    own = (any_length(values[part].clone()) for values in (log_sums, grad.float()))
+    return ctx.fused.gradients(product, tokens, bias, ctx.form, *own, hidden.dtype)
+
+
+def gradients_in_place(ctx, grad: Tensor, part: slice) -> Tensor:
+    """Return the gradient of a chunk's product, [t, V], float32, in the memory of its logits."""
+    hidden, weight, targets, temperatures, log_sums, is_own, bias = ctx.saved_tensors
+    form, slope = ctx.form, None
+    probs, ctx.last_probs = ctx.last_probs, None
+    if probs is None:
+        probs = formed_logits(hidden[part], weight, bias, form)
+        slope = form.slope(probs)
+        probs = at_temperature(probs, temperatures, part).sub_(log_sums[part, None]).exp_()
+    scaled = grad[part].float() if temperatures is None else grad[part].float() / temperatures[part]
+    chosen = scaled if is_own is None else scaled * is_own[part]
+    grads = probs.mul_(-scaled[:, None])
+    grads.scatter_add_(-1, targets[part, None], chosen[:, None])
+    if slope is not None:
+        grads.mul_(slope)
+    return grads if form.scale == 1 else grads.mul_(form.scale)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,13 @@ from primerl_hpc.trainer.model.families import (
     prepare_attention,
     tensor_plan,
 )
-from primerl_hpc.trainer.model.head import ChunkedLogprob, LogitForm, auto_chunk_tokens
+from primerl_hpc.trainer.model.head import (
+    ChunkedLogprob,
+    FusedHead,
+    LogitForm,
+    auto_chunk_tokens,
+    choose_head,
+)
 from primerl_hpc.trainer.model.load import has_weights, init_random_weights, load_weights
 from primerl_hpc.trainer.model.lora import attach_adapters, cast_frozen_params, init_adapters, is_adapter
 from primerl_hpc.trainer.model.memory import apply_activation_checkpointing, init_buffers, materialize
@@ -65,7 +70,12 @@ from primerl_hpc.trainer.parallel.expert import (
     num_experts,
     overlap_shared_experts,
 )
-from primerl_hpc.trainer.parallel.flash import MAX_HEAD_WIDTH, use_fa3
+from primerl_hpc.trainer.parallel.flash import (
+    FLASH_PACKAGES,
+    MAX_HEAD_WIDTH,
+    check_flash_package,
+    choose_kernels,
+)
 from primerl_hpc.trainer.parallel.fsdp import (
     PARAM_DTYPES,
     apply_fsdp,
@@ -89,14 +99,8 @@ from primerl_hpc.transport.base_models.snapshots import download_snapshot
 
 log = logging.getLogger("primerl_hpc.trainer")
 
-FLASH_PACKAGES = {
-    "flash_attention_2": "flash_attn.flash_attn_interface",
-    "flash_attention_3": "flash_attn_interface",
-}
-"""Module that each implementation of `Model.attention` outside torch imports its kernels from."""
 COMPILED = frozenset({"qwen3", "llama"})
 """Types of models whose compiled blocks have no graph break and equal gradients in tests without a GPU."""
-"""Files of a model on the hub besides its weights."""
 
 
 class Policy(nn.Module):
@@ -111,6 +115,7 @@ class Policy(nn.Module):
         self.replay: Replay | None = None
         self.vision: Vision | None = None
         self.in_float32: Sequence[nn.Module] = ()
+        self.fused_head: FusedHead | None = None
 
     def forward(self, batch: ForwardInputs) -> tuple[Tensor, Tensor]:
         """Return log π [T] and entropy [T], float32, of the T trained tokens.
@@ -141,23 +146,17 @@ class Policy(nn.Module):
             hidden, vocabulary = gather_tokens(hidden, tensor), (tensor, len(weight))
             bias = None if bias is None else bias[tensor.part_of(len(weight))]
         weight = to_local(weight)
+        rest = (self.chunk_tokens, vocabulary, bias, self.form, self.fused_head)
         if self.context.size == 1:
             hidden = (
                 hidden[:, : input_ids.shape[1]].flatten(0, 1)[batch.predictors].to(weight)
             )  # without padding
-            return ChunkedLogprob.apply(
-                hidden, weight, targets, temperatures, self.chunk_tokens, vocabulary, bias, self.form
-            )
+            return ChunkedLogprob.apply(hidden, weight, targets, temperatures, *rest)
         share = Share(packing, host.predictors, length=input_ids.shape[1])
+        hidden = hidden.flatten(0, 1)[share.predictors].to(weight)
+        own_temperatures = None if temperatures is None else temperatures[share.own]
         logprobs, entropies = ChunkedLogprob.apply(
-            hidden.flatten(0, 1)[share.predictors].to(weight),
-            weight,
-            targets[share.own],
-            None if temperatures is None else temperatures[share.own],
-            self.chunk_tokens,
-            vocabulary,
-            bias,
-            self.form,
+            hidden, weight, targets[share.own], own_temperatures, *rest
         )
         logprobs, entropies = share.gather(torch.stack([logprobs, entropies], 1)).unbind(1)
         return logprobs, entropies.detach()
@@ -277,12 +276,11 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     if chunk == "auto":
         chunk = auto_chunk_tokens(-(-head_weight(hf).shape[0] // tensor.size), world.device)
     if attention == VARLEN:
-        use_fa3(world.device)
+        choose_kernels(world.device)
     context = make_context(recipe.layout.trainer, config.get_text_config(), world, tensor)
     policy = Policy(hf, chunk, attention, context)
-    policy.vision = vision
-    policy.replay = replay
-    policy.in_float32 = kept
+    policy.vision, policy.replay, policy.in_float32 = vision, replay, kept
+    policy.fused_head = choose_head(recipe, world.device)
     shard_float32(kept, recipe.trainer, world)
     apply_fsdp(policy, blocks, experts, recipe.trainer, world)
     policy.routing.attach(world.device, recipe.trainer.router_bias_rate)
@@ -404,15 +402,3 @@ def compile_blocks(blocks: Sequence[nn.Module], *, may_fail: bool) -> None:
     torch._dynamo.config.suppress_errors = may_fail
     for block in blocks:
         block.compile()
-
-
-def check_flash_package(name: str) -> None:
-    """Raise ConfigError if the package of a flash implementation cannot be imported."""
-    module = FLASH_PACKAGES[name]
-    try:
-        import_module(module)
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"model.attention: {name} requires {module}, which cannot be imported ({error})",
-            hint="set it to auto, which needs no other package",
-        ) from error

@@ -1,10 +1,11 @@
-"""Flash attention that is part of torch, over samples of unequal length, with the log-sum-exp of each query.
+"""Flash attention over samples of unequal length, with the log-sum-exp of each query.
 
     segments = packing.segments(window)
     out = flash_attention(query, key, value, sinks, segments, scale)            # [T, heads, D]
 
-`flash_forward` and `flash_backward` call two operators of torch (FlashAttention-2; FlashAttention-3 after `use_fa3`).
-They need no other package and support attention windows and grouped key-value heads.
+`flash_forward` and `flash_backward` call two operators of torch (FlashAttention-2, which needs no other package) or,
+after `choose_kernels`, those of an installed FlashAttention-4 or FlashAttention-3. All support attention windows and
+grouped key-value heads.
 
 Attention sinks (GPT-OSS) are one more logit in each head's denominator. With o, L the output and log-sum-exp without
 them, L' = log(e^L + e^sink) and o' = o · e^(L − L'). The backward kernel computes P = e^(S − L') and P · (P̄ − ⟨ō, o'⟩)
@@ -15,19 +16,33 @@ sink is −Σ e^(sink − L') · ⟨ō, o'⟩.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from primerl_hpc.common.errors import ConfigError
+
 log = logging.getLogger("primerl_hpc.trainer")
 
 MAX_HEAD_WIDTH = 256  # of FlashAttention-2
 WIDTH_MULTIPLE = 8
-FA3_MODULE = "flash_attn_interface"
+FLASH_PACKAGES = {
+    "flash_attention_2": "flash_attn.flash_attn_interface",
+    "flash_attention_3": "flash_attn_interface",
+}
+"""Module that each implementation of `Model.attention` outside torch imports its kernels from."""
+FA3_MODULE = FLASH_PACKAGES["flash_attention_3"]
+FA4_MODULE = "flash_attn.cute.interface"
+HOPPER, BLACKWELL = 9, 10
+"""Major compute capabilities."""
+FA4_WIDTHS = {HOPPER: range(8, 257), BLACKWELL: range(8, 129)}
+"""Widths of heads that FlashAttention-4 computes, by major compute capability."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +79,41 @@ class States(NamedTuple):
     value: Tensor
 
 
+@dataclass
+class Kernels:
+    """Kernels outside torch's operators, chosen once per process; None: torch's."""
+
+    fa4: Any = None  # module of FlashAttention-4
+    widths: range = range(0)  # of heads that it computes
+
+    def take(self, states: States) -> bool:
+        return self.fa4 is not None and states.query.shape[-1] in self.widths
+
+
+KERNELS = Kernels()
+
+
+def fa4_arguments(segments: Segments, scale: float) -> dict[str, Any]:
+    """Return what FlashAttention-4's forward and backward need besides tensors of states."""
+    has_window = segments.window is not None
+    before = segments.visible_before if has_window else None
+    return {
+        "cu_seqlens_q": segments.query_bounds,
+        "cu_seqlens_k": segments.key_bounds,
+        "max_seqlen_q": segments.longest_query,
+        "max_seqlen_k": segments.longest_key,
+        "softmax_scale": scale,
+        "causal": segments.is_causal and not has_window,
+        "window_size_left": before,
+        "window_size_right": segments.visible_after if has_window and segments.is_causal else None,
+    }
+
+
 def flash_forward(states: States, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     """Return output [T, heads, D] and log-sum-exps [heads, T] (float32)."""
+    if KERNELS.take(states):
+        results = KERNELS.fa4._flash_attn_fwd(*states, return_lse=True, **fa4_arguments(segments, scale))
+        return results[0], results[1]
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         *states,
         segments.query_bounds,
@@ -87,6 +135,17 @@ def flash_backward(
 ) -> States:
     """Return the gradients. ``out`` and ``log_sums`` may cover more keys than ``states`` contain."""
     device = grad_out.device
+    if KERNELS.take(states):
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        results = KERNELS.fa4._flash_attn_bwd(
+            *states,
+            out.contiguous(),
+            grad_out.contiguous(),
+            log_sums.contiguous(),
+            deterministic=is_deterministic,
+            **fa4_arguments(segments, scale),
+        )
+        return States(*results[:3])
     grads = torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         *states,
@@ -230,19 +289,58 @@ def compiled_flash_attention(
     return out[..., :value_width]
 
 
-def use_fa3(device: torch.device) -> bool:
-    """Let torch's operators use FlashAttention-3 if its package can be imported and the GPU is a Hopper.
+def choose_kernels(device: torch.device) -> str:
+    """Choose the fastest kernels that are installed and support the GPU. Returns their name.
 
-    Returns True if they do.
+    FlashAttention-4 computes on Hopper and Blackwell GPUs and compiles its kernels when they are first used (seconds);
+    FlashAttention-3 computes on Hopper.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    KERNELS.fa4 = None
+    name = "FlashAttention-2 of torch"
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if major in FA4_WIDTHS and load_fa4(major):
+        name = f"FlashAttention-4 ({FA4_MODULE})"
+    elif major == HOPPER and activate_fa3():
+        name = f"FlashAttention-3 ({FA3_MODULE})"
+    log.info("attention: %s", name)
+    return name
+
+
+def load_fa4(major: int) -> bool:
+    """Use FlashAttention-4 for GPUs of compute capability ``major``. Returns False if it cannot be imported."""
+    try:
+        module = import_module(FA4_MODULE)
+    except (ImportError, RuntimeError, OSError) as error:
+        log.info("no FlashAttention-4: %s", error)
         return False
+    if not (hasattr(module, "_flash_attn_fwd") and hasattr(module, "_flash_attn_bwd")):
+        log.warning("FlashAttention-4 is not used: %s has no _flash_attn_fwd and _flash_attn_bwd", FA4_MODULE)
+        return False
+    # CuTe DSL warns once per kernel about an argument of the package's own, which it leaves out
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
+    KERNELS.fa4, KERNELS.widths = module, FA4_WIDTHS[major]
+    return True
+
+
+def activate_fa3() -> bool:
+    """Let torch's operators use FlashAttention-3. Returns False if its package cannot be imported."""
     from torch.nn.attention import activate_flash_attention_impl
 
     try:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, OSError) as error:
-        log.info("attention: FlashAttention-2 of torch (no FlashAttention-3: %s)", error)
+        log.info("no FlashAttention-3: %s", error)
         return False
-    log.info("attention: FlashAttention-3 of %s", FA3_MODULE)
     return True
+
+
+def check_flash_package(name: str) -> None:
+    """Raise ConfigError if the package of a flash implementation cannot be imported."""
+    module = FLASH_PACKAGES[name]
+    try:
+        import_module(module)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.attention: {name} requires {module}, which cannot be imported ({error})",
+            hint="set it to auto, which needs no other package",
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch._dynamo.utils import counters  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from primerl_hpc.trainer.batch import make_batch  # noqa: E402
+from primerl_hpc.trainer.model import head  # noqa: E402
+from primerl_hpc.trainer.model.head import choose_head  # noqa: E402
 from primerl_hpc.trainer.model.policy import (  # noqa: E402
     Policy,
     build_policy,
@@ -37,6 +39,7 @@ LENGTHS = [[9, 12, 3], [20, 2], [31, 4, 4, 4]]
 def compiler(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[None]:
     """Compile without code generation, which takes a minute per graph on a CPU."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    monkeypatch.setattr(head, "compile_head", partial(head.compile_head, backend=backend))
     torch.compiler.reset()
     counters.clear()
     with flash_kernels_on_cpu():
@@ -78,8 +81,8 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones_and_share_their_graphs
         )
         found = gradients(policy)
         assert not counters["graph_break"], dict(counters["graph_break"])
-        # one for the first length, one for all others: the four layers share them
-        assert counters["stats"]["unique_graphs"] <= 3
+        # blocks: one for the first length, one for all others, which the four layers share; two of the head
+        assert counters["stats"]["unique_graphs"] <= 5
     for name, value in plain.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -94,7 +97,7 @@ def test_blocks_of_the_main_families_have_no_graph_breaks(one_rank, tmp_path, mo
         kinds = (
             1 if family in ("llama", "qwen3_moe") else 2
         )  # dense blocks and mixtures; with and without window
-        assert 1 <= counters["stats"]["unique_graphs"] <= 2 * kinds
+        assert 2 <= counters["stats"]["unique_graphs"] <= 2 * kinds + 1  # one of the head
     torch.testing.assert_close(compiled.routing.loads, plain.routing.loads)
 
 
@@ -113,9 +116,18 @@ def test_blocks_of_the_main_families_have_no_graph_breaks(one_rank, tmp_path, mo
         ("qwen3", "cuda", {"layout": {"trainer": {"context_parallel": 2}}}, False),
     ],
 )
-def test_auto_compiles_on_gpus_what_is_tested(tmp_path, family, device, changes, is_compiled):
+def test_auto_compiles_blocks_on_gpus_that_are_tested(tmp_path, family, device, changes, is_compiled):
     model = make_family(family, tmp_path / "model")
     recipe = small_rl(model, **{"trainer": {}, **changes})
     config = AutoConfig.from_pretrained(model)
     attention = choose_attention(recipe, config, torch.device(device))
     assert compiles_blocks(recipe, config, attention) == is_compiled
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "is_compiled"),
+    [("cuda", "auto", True), ("cuda", False, False), ("cpu", "auto", False), ("cpu", True, True)],
+)
+def test_auto_compiles_the_head_of_every_family_on_gpus(tmp_path, device, wanted, is_compiled):
+    recipe = small_rl(make_family("qwen3_moe", tmp_path / "model"), trainer={"compile": wanted})
+    assert (choose_head(recipe, torch.device(device)) is not None) == is_compiled

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from primerl_hpc.trainer.parallel import flash  # noqa: E402
 from primerl_hpc.trainer.parallel.attention import full_rows  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, Packing, pad  # noqa: E402
 from primerl_hpc.trainer.parallel.flash import States  # noqa: E402
@@ -41,9 +42,55 @@ def is_read_of(positions: torch.Tensor) -> torch.Tensor:
     return (positions > 0) | (torch.nn.functional.pad(positions, (0, 1))[:, 1:] == 1)
 
 
+class FlashAttention4:
+    """The two functions of flash_attn.cute.interface that the trainer calls, by torch's operators."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _flash_attn_fwd(self, query, key, value, *, return_lse, **options):
+        assert return_lse
+        self.calls += 1
+        out, sums, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *self.bounds(options), 0.0, options["causal"], False, **self.rest(options)
+        )
+        return out, sums, None, None, None  # 4.0.0b36 returns five
+
+    def _flash_attn_bwd(self, query, key, value, out, grad_out, sums, *, deterministic, **options):
+        assert not deterministic
+        state = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
+        bounds, rest = self.bounds(options), self.rest(options)
+        return torch.ops.aten._flash_attention_backward(
+            grad_out, query, key, value, out, sums, *bounds, 0.0, options["causal"], *state, **rest
+        )
+
+    def bounds(self, options):
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return [options[name] for name in names]
+
+    def rest(self, options):
+        """Return scale and window in torch's form, where an open side is −1 and a causal call has no window."""
+        left, right = options["window_size_left"], options["window_size_right"]
+        assert not (options["causal"] and (left, right) != (None, None))
+        sides = {
+            "window_size_left": -1 if left is None else left,
+            "window_size_right": -1 if right is None else right,
+        }
+        sides |= {"window_size_right": 0} if options["causal"] else {}
+        return {"scale": options["softmax_scale"], **sides}
+
+
+@pytest.fixture(params=["torch", "FlashAttention-4"])
+def kernels(request, monkeypatch):
+    """The kernels that the trainer calls. Yields the stand-in for FlashAttention-4, or None."""
+    package = FlashAttention4() if request.param == "FlashAttention-4" else None
+    monkeypatch.setattr(flash, "KERNELS", flash.Kernels(package, range(8, 129)))
+    return package
+
+
 @given(lengths=LENGTHS, window=st.none() | st.integers(1, 6), has_sinks=st.booleans())
-@settings(max_examples=25)
-def test_flash_attention_of_packed_rows_equals_plain_matrices(lengths, window, has_sinks):
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flash_attention_of_packed_rows_equals_plain_matrices(kernels, lengths, window, has_sinks):
     positions = positions_of(lengths)
     states = inputs_for(positions)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
@@ -57,6 +104,43 @@ def test_flash_attention_of_packed_rows_equals_plain_matrices(lengths, window, h
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert kernels is None or kernels.calls
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "chosen"),
+    [
+        ((9, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, "FlashAttention-4"),
+        ((10, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, "FlashAttention-4"),
+        ((9, 0), {"flash_attn_interface"}, "FlashAttention-3"),
+        ((10, 0), {"flash_attn_interface"}, "FlashAttention-2"),
+        ((8, 0), {"flash_attn.cute.interface", "flash_attn_interface"}, "FlashAttention-2"),
+        ((9, 0), set(), "FlashAttention-2"),
+    ],
+)
+def test_the_fastest_installed_kernels_of_a_gpu_are_chosen(monkeypatch, capability, installed, chosen):
+    def load(name: str) -> object:
+        if name not in installed:
+            raise ImportError(f"No module named {name}")
+        return FlashAttention4()
+
+    monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
+    monkeypatch.setattr(flash, "import_module", load)
+    monkeypatch.setattr(flash, "activate_fa3", lambda: "flash_attn_interface" in installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert flash.choose_kernels(torch.device("cuda")).startswith(chosen)
+    narrow, wide = (States(*(torch.empty(1, 1, width) for _ in range(3))) for width in (128, 256))
+    assert flash.KERNELS.take(narrow) == (chosen == "FlashAttention-4")
+    assert flash.KERNELS.take(wide) == (chosen == "FlashAttention-4" and capability == (9, 0))
+
+
+def test_a_flash_attention_4_without_the_functions_that_are_called_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
+    monkeypatch.setattr(flash, "import_module", lambda name: object())
+    monkeypatch.setattr(flash, "activate_fa3", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert flash.choose_kernels(torch.device("cuda")) == "FlashAttention-2 of torch"
+    assert "has no _flash_attn_fwd" in caplog.text
 
 
 def test_padding_is_one_segment_whatever_its_length():

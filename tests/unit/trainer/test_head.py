@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.library import Library  # noqa: E402
 
 from primerl_hpc.plan.predict import memory_activations  # noqa: E402
@@ -11,8 +12,11 @@ from primerl_hpc.trainer.model import head  # noqa: E402
 from primerl_hpc.trainer.model.head import (  # noqa: E402
     PLAIN,
     ChunkedLogprob,
+    FusedHead,
     LogitForm,
     auto_chunk_tokens,
+    logit_gradients,
+    token_stats,
 )
 
 
@@ -24,8 +28,14 @@ def plain(hidden, weight, targets, temperatures, bias=None, form=PLAIN):
     return logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
 
+FUSED = FusedHead(token_stats, logit_gradients)
+"""The operations that GPUs compile, without the compiler."""
+KINDS = pytest.mark.parametrize("fused", [None, FUSED], ids=["in place", "fused"])
+
+
+@KINDS
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
-def test_chunked_head_equals_the_plain_one_forward_and_backward(chunk_tokens):
+def test_chunked_head_equals_the_plain_one_forward_and_backward(chunk_tokens, fused):
     torch.manual_seed(0)
     hidden = torch.randn(29, 16, requires_grad=True)
     weight = torch.randn(50, 16, requires_grad=True)
@@ -33,7 +43,9 @@ def test_chunked_head_equals_the_plain_one_forward_and_backward(chunk_tokens):
     factor = torch.randn(29)
     expected, entropy = plain(hidden, weight, targets, temperatures)
     wanted = torch.autograd.grad((expected * factor).sum(), (hidden, weight))
-    found, found_entropy = ChunkedLogprob.apply(hidden, weight, targets, temperatures, chunk_tokens)
+    found, found_entropy = ChunkedLogprob.apply(
+        hidden, weight, targets, temperatures, chunk_tokens, None, None, PLAIN, fused
+    )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_entropy, entropy)
     loss = (found * factor).sum()
@@ -43,9 +55,10 @@ def test_chunked_head_equals_the_plain_one_forward_and_backward(chunk_tokens):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@KINDS
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 @pytest.mark.parametrize("form", [PLAIN, LogitForm(scale=0.3), LogitForm(cap=2.0), LogitForm(0.5, 1.5)])
-def test_a_head_with_a_bias_a_scale_and_a_cap_equals_the_plain_one(form, chunk_tokens):
+def test_a_head_with_a_bias_a_scale_and_a_cap_equals_the_plain_one(form, chunk_tokens, fused):
     torch.manual_seed(0)
     hidden = torch.randn(29, 16, requires_grad=True)
     weight, bias = torch.randn(50, 16, requires_grad=True), torch.randn(50, requires_grad=True)
@@ -54,12 +67,29 @@ def test_a_head_with_a_bias_a_scale_and_a_cap_equals_the_plain_one(form, chunk_t
     expected, entropy = plain(hidden, weight, targets, temperatures, bias, form)
     wanted = torch.autograd.grad((expected * factor).sum(), inputs)
     found, found_entropy = ChunkedLogprob.apply(
-        hidden, weight, targets, temperatures, chunk_tokens, None, bias, form
+        hidden, weight, targets, temperatures, chunk_tokens, None, bias, form, fused
     )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_entropy, entropy)
     for one, other in zip(torch.autograd.grad((found * factor).sum(), inputs), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_fused_head_is_compiled_once_for_chunks_of_all_lengths():
+    counter = CompileCounter()
+    compiled = head.compile_head(backend=counter)
+    weight, results = torch.randn(50, 16), []
+    for length in (29, 40, 64, 3):  # chunks of 8, and last ones of 5, 8, 8 and 3 tokens
+        torch.manual_seed(0)
+        hidden = torch.randn(length, 16, requires_grad=True)
+        targets, temperatures = torch.randint(50, (length,)), torch.rand(length) + 0.5
+        for fused in (None, compiled):
+            values = ChunkedLogprob.apply(hidden, weight, targets, temperatures, 8, None, None, PLAIN, fused)
+            results.append([*values, *torch.autograd.grad(values[0].sum(), hidden)])
+    assert counter.frame_count == 2  # forward and backward
+    for plain_values, fused_values in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(fused_values, plain_values, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
 
 
 def test_chunked_head_needs_an_eighth_of_the_plain_ones_memory_when_chunks_are_small():
