@@ -42,7 +42,7 @@ def kernels(request, monkeypatch):
     monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
     if request.param == "FlashAttention-2":
         return
-    if not flash.choose_kernels(torch.device("cuda")).startswith(request.param):
+    if not flash.choose_kernels(torch.device("cuda"), 8, 2, 64).startswith(request.param):
         pytest.skip("needs flash-attn-4 and a Hopper or Blackwell GPU")
 
 

@@ -65,7 +65,7 @@ def difference(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def attention_rows(device: torch.device) -> Iterator[dict[str, Any]]:
     """Measure FlashAttention-2, then what `choose_kernels` chooses, unless that is the same."""
     measured: dict[str, tuple[float, float, Sequence[Tensor]]] = {}
-    for name in ("FlashAttention-2 of torch", flash.choose_kernels(device)):
+    for name in ("FlashAttention-2 of torch", flash.choose_kernels(device, HEADS, KV_HEADS, WIDTH)):
         if name.startswith("FlashAttention-2") and measured:
             return
         chosen = flash.KERNELS

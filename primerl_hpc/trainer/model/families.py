@@ -305,6 +305,12 @@ def head_width(config: PreTrainedConfig) -> int:
     return max(latent or width, getattr(config, "v_head_dim", None) or 0)
 
 
+def head_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the number of heads of queries, that of keys and values, and `head_width`."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return config.num_attention_heads, kv_heads, head_width(config)
+
+
 FUSED_LINEARS = ("gate_up_proj", "qkv_proj", "qkv")
 """Linear layers with several projections: dense MLPs (Phi-3, GLM-4), attention (Phi-3), attention of vision towers."""
 

@@ -205,8 +205,9 @@ def compile_head(*, may_fail: bool = False, backend: Any = "inductor") -> FusedH
     import torch._dynamo
 
     torch._dynamo.config.suppress_errors = may_fail
-    functions = (token_stats, logit_gradients)
-    return FusedHead(*(torch.compile(function, backend=backend) for function in functions))
+    return FusedHead(
+        torch.compile(token_stats, backend=backend), torch.compile(logit_gradients, backend=backend)
+    )
 
 
 def any_length(values: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from primerl_hpc.trainer.model.families import (
     fused_sizes,
     has_capped_scores,
     head_bias,
+    head_shape,
     head_weight,
     head_width,
     logit_form,
@@ -276,7 +277,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     if chunk == "auto":
         chunk = auto_chunk_tokens(-(-head_weight(hf).shape[0] // tensor.size), world.device)
     if attention == VARLEN:
-        choose_kernels(world.device)
+        choose_kernels(world.device, *head_shape(config.get_text_config()))
     context = make_context(recipe.layout.trainer, config.get_text_config(), world, tensor)
     policy = Policy(hf, chunk, attention, context)
     policy.vision, policy.replay, policy.in_float32 = vision, replay, kept

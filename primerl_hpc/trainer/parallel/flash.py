@@ -289,8 +289,8 @@ def compiled_flash_attention(
     return out[..., :value_width]
 
 
-def choose_kernels(device: torch.device) -> str:
-    """Choose the fastest kernels that are installed and support the GPU. Returns their name.
+def choose_kernels(device: torch.device, heads: int, kv_heads: int, width: int) -> str:
+    """Choose the fastest kernels that are installed and support the GPU and the model. Returns their name.
 
     FlashAttention-4 computes on Hopper and Blackwell GPUs and compiles its kernels when they are first used (seconds);
     FlashAttention-3 computes on Hopper.
@@ -298,7 +298,7 @@ def choose_kernels(device: torch.device) -> str:
     KERNELS.fa4 = None
     name = "FlashAttention-2 of torch"
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    if major in FA4_WIDTHS and load_fa4(major):
+    if major in FA4_WIDTHS and load_fa4(device, heads, kv_heads, width):
         name = f"FlashAttention-4 ({FA4_MODULE})"
     elif major == HOPPER and activate_fa3():
         name = f"FlashAttention-3 ({FA3_MODULE})"
@@ -306,20 +306,34 @@ def choose_kernels(device: torch.device) -> str:
     return name
 
 
-def load_fa4(major: int) -> bool:
-    """Use FlashAttention-4 for GPUs of compute capability ``major``. Returns False if it cannot be imported."""
+def load_fa4(device: torch.device, heads: int, kv_heads: int, width: int) -> bool:
+    """Use FlashAttention-4 if it is installed and computes a sample of the model's heads."""
     try:
-        module = import_module(FA4_MODULE)
+        KERNELS.fa4 = import_module(FA4_MODULE)
     except (ImportError, RuntimeError, OSError) as error:
         log.info("no FlashAttention-4: %s", error)
         return False
-    if not (hasattr(module, "_flash_attn_fwd") and hasattr(module, "_flash_attn_bwd")):
-        log.warning("FlashAttention-4 is not used: %s has no _flash_attn_fwd and _flash_attn_bwd", FA4_MODULE)
-        return False
     # CuTe DSL warns once per kernel about an argument of the package's own, which it leaves out
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
-    KERNELS.fa4, KERNELS.widths = module, FA4_WIDTHS[major]
-    return True
+    KERNELS.widths = FA4_WIDTHS[torch.cuda.get_device_capability(device)[0]]
+    try:
+        compute_sample(device, heads, kv_heads, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    except Exception as error:  # noqa: BLE001 a compiler and private functions may raise anything
+        log.warning("FlashAttention-4 is installed and not used: %s: %s", type(error).__name__, error)
+        KERNELS.fa4 = None
+    return KERNELS.fa4 is not None
+
+
+def compute_sample(device: torch.device, heads: int, kv_heads: int, width: int) -> None:
+    """Compute attention of one sample, forward and backward, which compiles the kernels of these heads."""
+    query, *rest = (
+        torch.zeros(128, each, width, device=device, dtype=torch.bfloat16)
+        for each in (heads, kv_heads, kv_heads)
+    )
+    bounds = torch.tensor([0, len(query)], dtype=torch.int32, device=device)
+    states, segments = States(query, *rest), Segments(bounds, bounds, len(query), len(query))
+    out, log_sums = flash_forward(states, segments, 1.0)
+    flash_backward(query, states, out, log_sums, segments, 1.0)
 
 
 def activate_fa3() -> bool:

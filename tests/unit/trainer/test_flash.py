@@ -124,23 +124,37 @@ def test_the_fastest_installed_kernels_of_a_gpu_are_chosen(monkeypatch, capabili
             raise ImportError(f"No module named {name}")
         return FlashAttention4()
 
-    monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
     monkeypatch.setattr(flash, "import_module", load)
     monkeypatch.setattr(flash, "activate_fa3", lambda: "flash_attn_interface" in installed)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert flash.choose_kernels(torch.device("cuda")).startswith(chosen)
+    assert chosen_for(monkeypatch, capability).startswith(chosen)
     narrow, wide = (States(*(torch.empty(1, 1, width) for _ in range(3))) for width in (128, 256))
     assert flash.KERNELS.take(narrow) == (chosen == "FlashAttention-4")
     assert flash.KERNELS.take(wide) == (chosen == "FlashAttention-4" and capability == (9, 0))
 
 
-def test_a_flash_attention_4_without_the_functions_that_are_called_is_not_used(monkeypatch, caplog):
+def chosen_for(monkeypatch, capability: tuple[int, int]) -> str:
+    """Return the kernels chosen for a GPU, on which CPU versions of torch's operators compute a sample."""
+    compute = flash.compute_sample
     monkeypatch.setattr(flash, "KERNELS", flash.Kernels())
-    monkeypatch.setattr(flash, "import_module", lambda name: object())
+    monkeypatch.setattr(flash, "compute_sample", lambda device, *shape: compute(torch.device("cpu"), *shape))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with flash_kernels_on_cpu():
+        return flash.choose_kernels(torch.device("cuda"), 4, 2, 20)
+
+
+class ChangedForward(FlashAttention4):
+    def _flash_attn_fwd(self, query, key, value, **options):
+        raise TypeError("unexpected keyword argument 'return_lse'")
+
+
+@pytest.mark.parametrize("package", [object(), ChangedForward()], ids=["other functions", "other arguments"])
+def test_a_flash_attention_4_that_cannot_compute_a_sample_is_not_used(monkeypatch, caplog, package):
+    """The trainer calls private functions of a beta."""
+    monkeypatch.setattr(flash, "import_module", lambda name: package)
     monkeypatch.setattr(flash, "activate_fa3", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert flash.choose_kernels(torch.device("cuda")) == "FlashAttention-2 of torch"
-    assert "has no _flash_attn_fwd" in caplog.text
+    assert chosen_for(monkeypatch, (9, 0)) == "FlashAttention-2 of torch"
+    assert flash.KERNELS.fa4 is None
+    assert "FlashAttention-4 is installed and not used: " in caplog.text
 
 
 def test_padding_is_one_segment_whatever_its_length():
