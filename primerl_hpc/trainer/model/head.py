@@ -193,11 +193,8 @@ def choose_head(recipe: Recipe, device: torch.device) -> FusedHead | None:
     ``trainer.compile: auto`` compiles on GPUs, for all models; what torch cannot compile then runs as it is.
     """
     wanted = recipe.trainer.compile
-    return (
-        compile_head(may_fail=wanted == "auto")
-        if wanted is True or (wanted and device.type == "cuda")
-        else None
-    )
+    is_compiled = device.type == "cuda" if wanted == "auto" else wanted
+    return compile_head(may_fail=wanted == "auto") if is_compiled else None
 
 
 def compile_head(*, may_fail: bool = False, backend: Any = "inductor") -> FusedHead:
@@ -226,8 +223,8 @@ class ChunkedLogprob(torch.autograd.Function):
     """hidden [T, H], weight [V, H], targets [T], temperatures [T] → log-probabilities [T], entropies [T] (float32).
 
     Temperatures may be None, where all are 1. ``vocabulary``: the ranks that divide it and its size; None: this
-    rank has all. All of them pass the same tokens. ``bias`` [V] or None. ``fused`` or None computes what is computed
-    from logits, unless ranks divide the vocabulary.
+    rank has all. All of them pass the same tokens. ``bias`` [V] or None. ``fused``: compiled operations on
+    logits; None, or where ranks divide the vocabulary: operations in place.
     """
 
     @staticmethod
