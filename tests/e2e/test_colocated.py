@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from primerl_hpc.common.files import read_json
@@ -18,6 +19,7 @@ from tests.support.helpers import wait_for
 from tests.support.runs import (
     command,
     events,
+    find_process,
     last_step,
     process_of,
     processes_of,
@@ -35,20 +37,24 @@ ENGINE, TRAINER = "inference-0", "trainer-0"
 def stop_in_a_turn(run: RunDir, after_step: int) -> Callable[[], None]:
     """Freeze the trainer's rank while it has the accelerator; return a function that lets it continue."""
 
+    frozen: list[psutil.Process] = []
+
     def is_frozen() -> bool:
         grant = read_grant(run)
         if last_step(run) < after_step or grant is None or grant.trainer is None:
             return False
-        rank = process_of(run.root, TRAINER, 2)
+        if (rank := find_process(run.root, TRAINER, 2)) is None:
+            return False
         rank.suspend()
         grant, request = read_grant(run), read_request(run, TRAINER, 1)
         if grant is not None and request is not None and grant.trainer and not request.is_released:
+            frozen.append(rank)
             return True
         rank.resume()  # the turn ended before
         return False
 
     wait_in_run(run, is_frozen, f"a turn of the trainer after step {after_step}")
-    return process_of(run.root, TRAINER, 2).resume
+    return frozen[0].resume
 
 
 def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Callable[..., RunDir]) -> None:

@@ -66,6 +66,7 @@ def processes_of(root: Path) -> list[psutil.Process]:
     Engines and environment servers overwrite their command line and environment, so the process tree is used.
     """
     found: dict[int, psutil.Process] = {}
+    psutil.process_iter.cache_clear()  # it may hold an ended process of an earlier test whose pid is used again
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
@@ -78,15 +79,20 @@ def processes_of(root: Path) -> list[psutil.Process]:
 
 
 def find_process(root: Path, name: str, depth: int = 1) -> psutil.Process | None:
-    """Return the process of a role (depth 1) or its first child (depth 2: a rank of the trainer), None without one."""
+    """Return the process of a role (depth 1) or its first child (depth 2: a rank of the trainer), None without one.
+
+    The first child is the oldest: pids start again at 1, and a guard inherits orphans.
+    """
     for process in processes_of(root):
         words = process.cmdline()
-        if "primerl_hpc.runtime.steps.guard" in words and words[-1] == name:
-            for _ in range(depth):
-                if not (children := process.children()):
-                    return None
-                process = children[0]  # noqa: PLW2901
-            return process
+        if "primerl_hpc.runtime.steps.guard" not in words or words[-1] != name:
+            continue
+        found: psutil.Process | None = process
+        for _ in range(depth):
+            children = filter(is_alive, found.children() if found else ())
+            found = min(children, key=psutil.Process.create_time, default=None)
+        if found is not None:
+            return found
     return None
 
 

@@ -9,8 +9,9 @@ supervisor whose processes have reported and sleep. ``--watcher orchestrator``: 
 waited for hours, without engines that respond. ``--watcher engine_host``: the batch process of one elastic engine, also
 after hours (``--engines`` is the number of other engines). An operation is a system call with a path in the run
 directory, or one that reads the entries of a folder there. Supervisor and host also report the operations of their
-start, up to the moment in which all processes have published their endpoints. ``--checkout`` measures another
-checkout, such as one of an earlier commit.
+start, up to the moment in which all processes have published their endpoints, and how many of these touch the
+supervisor's lock: that number depends on the time which a start takes. ``--checkout`` measures another checkout, such
+as one of an earlier commit.
 """
 
 from __future__ import annotations
@@ -208,10 +209,13 @@ CHILDREN = {
 _CALL = re.compile(r"^(\d+) +(\w+)\((.*)")
 
 
-def count_operations(trace: str, folder: str, period: str = "measured") -> Counter[str]:
+LOCK = "/control/supervisor.lock"
+
+
+def count_operations(trace: str, folder: str, period: str = "measured") -> tuple[Counter[str], int]:
     """Count the calls of a trace of strace -f -y that name ``folder`` between the child's marks of a period.
 
-    Calls of other programs, which the child started, do not count.
+    Calls of other programs, which the child started, do not count. The number is that of calls with the path `LOCK`.
     """
     own, *others = re.findall(r"^(\d+) +execve\(", trace, re.M)
     _, _, rest = trace.partition(f"{period}-from-here")
@@ -226,7 +230,7 @@ def count_operations(trace: str, folder: str, period: str = "measured") -> Count
             found[call[2]] += 1
             paths[re.split(r'[">]', call[3].partition(folder)[2])[0]] += 1
     print(period, paths.most_common(20), file=sys.stderr)
-    return found
+    return found, paths[LOCK]
 
 
 def measure(child: str, checkout: Path, engines: int, seconds: float, settle_s: float) -> dict[str, Any]:
@@ -244,12 +248,12 @@ def measure(child: str, checkout: Path, engines: int, seconds: float, settle_s: 
             check=True,
         )
         text = trace.read_text(errors="replace")
-        found = count_operations(text, str(run))
-        start = count_operations(text, str(run), "started")
+        found, _ = count_operations(text, str(run))
+        start, touches = count_operations(text, str(run), "started")
     rate = found.total() / seconds
     row: dict[str, Any] = {"engines": engines, "operations_per_s": round(rate, 2)}
     if start:
-        row["start_operations"] = start.total()
+        row["start_operations"], row["start_touches"] = start.total(), touches
     return row | {"calls": dict(found.most_common())}
 
 
