@@ -18,18 +18,24 @@ from primerl_hpc.common.safety.odd_text import check_path_text
 KINDS = ("recipes", "cluster_profiles", "templates")
 
 
-@cache
 def asset_roots() -> tuple[Path, ...]:
-    """Return the folders with ``recipes/``, ``cluster_profiles/`` and ``templates/``, highest priority first.
+    """Return the folders with ``recipes/``, ``cluster_profiles/`` and ``templates/``, highest priority first."""
+    home = env.state_home()
+    check_path_text(home, env.HOME)
+    return (home, *shipped_roots()) if home.is_dir() else shipped_roots()
+
+
+@cache
+def shipped_roots() -> tuple[Path, ...]:
+    """Return the roots of the checkout and of the installation.
 
     An installation stores them in ``share/primerl-hpc`` of its prefix, a few levels above the package. This holds for
     virtual environments, ``--user``, ``--prefix`` and ``--target``.
     """
-    check_path_text(env.state_home(), env.HOME)
     package = Path(__file__).resolve().parents[1]
     installed = [folder / "share" / "primerl-hpc" for folder in list(package.parents)[:4]]
     trusted = [root for root in installed if _is_trusted(root)]
-    return tuple(root for root in (env.state_home(), package.parent, *trusted) if root.is_dir())
+    return tuple(root for root in (package.parent, *trusted) if root.is_dir())
 
 
 def _is_trusted(folder: Path) -> bool:
@@ -74,5 +80,4 @@ def template_dirs() -> list[Path]:
 
 
 def shipped_template_dirs() -> list[Path]:
-    shipped = [root for root in asset_roots() if root != env.state_home()]
-    return [path for root in shipped if (path := root / "templates" / "sbatch").is_dir()]
+    return [path for root in shipped_roots() if (path := root / "templates" / "sbatch").is_dir()]

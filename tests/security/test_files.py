@@ -245,11 +245,11 @@ def test_assets_above_a_checkout_are_used_only_if_owned_by_the_user_or_root(
     for folder in (package.parent, shared):
         folder.mkdir(parents=True)
     monkeypatch.setattr(assets, "__file__", str(package))
-    assets.asset_roots.cache_clear()
+    assets.shipped_roots.cache_clear()
     try:
         assert shared in assets.asset_roots()
         os.chown(shared, NOBODY, NOBODY)
-        assets.asset_roots.cache_clear()
+        assets.shipped_roots.cache_clear()
         assert shared not in assets.asset_roots()
     finally:
-        assets.asset_roots.cache_clear()
+        assets.shipped_roots.cache_clear()
