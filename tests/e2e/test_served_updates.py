@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from typing import Any
 
@@ -76,8 +77,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """Results of each rank of vLLM's workers, by layout."""
     folder = tmp_path_factory.mktemp("experts")
     command = [sys.executable, "-m", "tests.support.expert_updates", str(folder)]
-    environ = environment(folder / "run")
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as sockets:  # vLLM leaves them; their paths must be short
+        environ = environment(folder / "run") | {"VLLM_RPC_BASE_PATH": sockets}
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
     for file in sorted(folder.glob("*.json")):
