@@ -19,11 +19,11 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 from footprint import CHILDREN, measure
 
 BUDGET_PER_S = 2.0
-START_BUDGET = 200
-"""Without touches of the lock, which is touched more often in a longer start."""
+START_BUDGET = 180
+"""And `BUDGET_PER_S` for the time that the start takes: about 10 s and 157 operations on a quiet machine."""
 WATCHERS = ("supervisor", "orchestrator", "engine_host")
 ENGINES = 64
-"""So many that one more operation for each of them at a start would exceed the budget."""
+"""So many that one more operation for each of them at a start of 10 s would exceed the budget."""
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
@@ -34,4 +34,5 @@ def test_start_and_idle_time_of_watchers_keep_to_their_budgets_with_many_process
         rows = dict(zip(WATCHERS, found, strict=True))
     assert all(0 < row["operations_per_s"] <= BUDGET_PER_S for row in rows.values()), rows
     starts = [rows[watcher] for watcher in ("supervisor", "engine_host")]
-    assert all(0 < row["start_operations"] - row["start_touches"] <= START_BUDGET for row in starts), starts
+    for row in starts:
+        assert 0 < row["start_operations"] <= START_BUDGET + BUDGET_PER_S * row["start_s"], starts

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 from files_of_run import rl_recipe
 from stall import LIBRARY, measure
 
-STALL_S = 5.0
+STALL_S = 15.0
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

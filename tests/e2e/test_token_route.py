@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from primerl_hpc.transport.rollouts.token_arrays import MEDIA_TYPE, decode
+from tests.support.helpers import wait_for_async
 from tests.support.serving import Serving
 
 pytestmark = pytest.mark.e2e
@@ -87,9 +88,10 @@ def test_a_client_that_disconnects_aborts_its_request(serving: Serving) -> None:
         return (await client.get(f"{serving.url('inference-0')}/load")).json()["server_load"]
 
     async def until(client: httpx.AsyncClient, count: int) -> None:
-        async with asyncio.timeout(60):
-            while await load(client) != count:
-                await asyncio.sleep(0.02)
+        async def is_reached() -> bool:
+            return await load(client) == count
+
+        await wait_for_async(is_reached, f"{count} requests at the engine")
 
     async def disconnect() -> None:
         async with serving.async_client() as client:

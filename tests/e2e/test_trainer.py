@@ -238,7 +238,7 @@ def test_non_finite_gradients_are_skipped_by_all_ranks_and_end_the_run_if_they_p
 def test_a_hung_rank_is_named_with_its_stack_and_the_collective_it_misses(tiny, tmp_path):
     """Rank 1's file of the batch is a pipe without a writer."""
     run = make_run(
-        tmp_path, rl_recipe(tiny / "model", timeouts={"trainer_hang_s": 6}), tiny / "model", ranks=2
+        tmp_path, rl_recipe(tiny / "model", timeouts={"trainer_hang_s": 30}), tiny / "model", ranks=2
     )
     send(run, (1,), ranks=2)
     path = run.rollouts_step(1) / "rank_1.safetensors"

@@ -18,6 +18,7 @@ from primerl_hpc.observe.diagnose.diagnose import diagnose
 from primerl_hpc.observe.diagnose.known_faults import FAULT_PATTERNS, recognize_fault
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime import failures
+from tests.support.helpers import PATIENCE_S
 
 try:
     from re import _constants as constants  # type: ignore[attr-defined] (Python 3.11 and newer)
@@ -27,9 +28,6 @@ except ImportError:
     import sre_parse as parser
 
 LENGTH = 64_000
-PATIENCE_S = 120
-"""Time limit of a subprocess on a busy machine. It takes seconds, or hours if the time per line is quadratic."""
-
 EVERY = [each.regex for each in FAULT_PATTERNS] + [failures._RANK_FAILURE, failures._ENDED_BY_TORCHRUN]
 
 
@@ -96,6 +94,7 @@ recognize_fault("ended", lines)
 def test_a_long_line_is_searched_in_linear_time() -> None:
     lines = hostile_lines()
     assert "a.so1" * (LENGTH // 5) in lines
+    # it takes seconds, or hours if the time per line is quadratic
     subprocess.run(
         [sys.executable, "-c", LOOK], input=json.dumps(lines), text=True, check=True, timeout=PATIENCE_S
     )

@@ -30,7 +30,7 @@ def port_of(serving: Serving, name: str) -> int:
 
 def exchange(port: int, data: bytes, tls: ssl.SSLContext | None = None) -> bytes:
     """Send ``data`` to a server and return its response."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         channel = tls.wrap_socket(connection) if tls else connection
         channel.sendall(data)
         answer = b""

@@ -76,7 +76,7 @@ def test_bytes_of_a_stranger_are_not_answered_and_end_nothing(
     store: SecureStore, keys: RunKeys, data: bytes
 ) -> None:
     def send() -> bytes:
-        with socket.create_connection((store.host, store.port), timeout=10) as connection:
+        with socket.create_connection((store.host, store.port), timeout=PATIENCE_S) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             answer = b""

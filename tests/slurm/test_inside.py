@@ -15,11 +15,9 @@ from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.terminal import Terminal
 from tests.support.virtual_slurm import SERVE, TRAIN, Cluster, SlurmToy, run_cli
-
-TIMEOUT_S = 300.0
 
 
 def sft_recipe(folder: Path) -> str:
@@ -50,7 +48,7 @@ def salloc(user: ClusterUser, script: str, *words: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
 

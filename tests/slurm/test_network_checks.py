@@ -15,7 +15,7 @@ from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.plan.types import OnExit, SumsPlan
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 from tests.support.virtual_slurm import SAY, Cluster, SlurmToy, preflight, run_cli
 
 VIRTUAL = ROOT / "cluster_profiles" / "virtual.yaml"
@@ -53,6 +53,7 @@ def test_a_firewall_between_two_nodes_is_named_with_both(
     assert fine["connections"]["is_ok"] and "all-reduce" not in fine, fine
     address = cluster.on("n1", "getent", "hosts", "n2").split()[0]
     ports = f"to {address} ipproto tcp dport 32768-60999 pref 100"
+    cluster.wait_until_idle()  # so that the next job gets the same two nodes
     with changed(cluster, "n1", f"ip rule add {ports} prohibit", f"ip rule del {ports}"):
         found = nodes_of(profile, "--nodes", "2", "--bandwidth")
     blocked = found["connections"]
@@ -79,7 +80,9 @@ def test_a_spare_replaces_a_node_with_a_slow_network_before_the_first_process(
 ) -> None:
     toy = new_toy(spare_nodes=2)
     toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE, nodes=(0, 1))
-    wants = SumsPlan(argv=(sys.executable,), nodes=(0, 1), accelerator="cpu", ranks_per_node=1, timeout_s=90)
+    wants = SumsPlan(
+        argv=(sys.executable,), nodes=(0, 1), accelerator="cpu", ranks_per_node=1, timeout_s=int(PATIENCE_S)
+    )
     checks = preflight().model_copy(update={"bandwidth": wants})
     toy.plan_changes = {"spare_nodes": 2, "preflight": checks}
     with changed(toy.cluster, "n2", SLOW, FAST):

@@ -36,7 +36,8 @@ import ssl, sys, urllib.request
 url, folder, body = sys.argv[1:]
 key, context = open(folder + "/api_key").read(), ssl.create_default_context(cafile=folder + "/authority.pem")
 headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60, context=context) as answer:
+request = urllib.request.Request(url, body.encode(), headers)
+with urllib.request.urlopen(request, timeout=600, context=context) as answer:
     print(answer.read().decode())
 """
 

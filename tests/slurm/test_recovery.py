@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_a_node_without_the_run_directory_is_excluded_and_replaced_by_a_spare(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
     toy = add_roles(new_toy(spare_nodes=1), SAY_BESIDE_ENGINE)
-    toy.plan_changes = {"spare_nodes": 1, "preflight": preflight(timeout_s=8)}
+    toy.plan_changes = {"spare_nodes": 1, "preflight": preflight()}
     toy.prepare()
     toy.cluster.on("n2", "mount", "-t", "tmpfs", "none", str(toy.run.root))
     try:
@@ -104,7 +103,7 @@ def test_a_signal_during_the_preflight_ends_the_run_with_its_own_reason(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
     toy = add_roles(new_toy(), SAY)
-    toy.plan_changes = {"preflight": preflight(health_checks=("sleep 60",))}
+    toy.plan_changes = {"preflight": preflight(health_checks=("sleep 900",))}
     toy.submit()
     wait_for(lambda: toy.events("attempt_started"), "its supervisor", tell=toy.words)
     subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
@@ -202,42 +201,33 @@ STUBBORN = (
     + """
 import signal, subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)", str(run.root)], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)", str(run.root)], start_new_session=True)
 publish_endpoint(run, name, "http://x:1")
-time.sleep(900)
+time.sleep(7200)
 """
 )
 
 
-def seconds_to_release(toy: SlurmToy, since: float) -> float:
-    """Seconds from ``since``, the time of an event, until all nodes are idle in SLURM."""
-    toy.cluster.wait_until_idle()
-    return time.time() - since
-
-
 @pytest.mark.parametrize(
-    "train, state, limit_s",
+    "train, state",
     [
-        (TRAIN, RunState.DONE, 10),
-        (TRAIN.replace("sys.exit(0 if is_last else 75)", "raise SystemExit('no luck')"), RunState.FAILED, 30),
+        (TRAIN, RunState.DONE),
+        (TRAIN.replace("sys.exit(0 if is_last else 75)", "raise SystemExit('no luck')"), RunState.FAILED),
     ],
     ids=["a clean finish", "a crash"],
 )
-def test_nodes_are_released_at_once_if_a_server_ignores_sigterm(
-    new_toy: Callable[..., SlurmToy], train: str, state: RunState, limit_s: float
+def test_nodes_are_released_although_a_server_ignores_sigterm(
+    new_toy: Callable[..., SlurmToy], train: str, state: RunState
 ) -> None:
+    """tools/bench/bad_days.py has the seconds until then."""
     toy = new_toy()
     toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, train, OnExit.ENDS_PHASE, nodes=(1, 2))
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0")
     (toy.run.root / "enough").touch()
-    wait_for(
-        lambda: "trainer-0" in [row["process"] for row in toy.events("role_exited")], "the trainer's end"
-    )
-    ended = [row["time"] for row in toy.events("role_exited") if row["process"] == "trainer-0"]
-    assert seconds_to_release(toy, ended[0]) < limit_s
     toy.wait_for_state(state)
+    toy.cluster.wait_until_idle()
     toy.assert_nothing_is_left()
 
 

@@ -17,7 +17,7 @@ from primerl_hpc.plan.types import OnExit, SumsPlan
 from primerl_hpc.slurm.estimate import estimate_start
 from tests.slurm.test_doctor import VIRTUAL, findings_of
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import ROOT
+from tests.support.helpers import PATIENCE_S, ROOT
 from tests.support.virtual_slurm import SlurmToy, preflight
 from tests.unit.runtime.test_site_checks import CORRUPT
 
@@ -54,7 +54,7 @@ def for_this_cluster(script: str) -> tuple[str, set[str]]:
 def test_slurm_accepts_the_options_of_a_sites_script(acting_user: ClusterUser, path: Path) -> None:
     script, names = for_this_cluster(path.read_text())
     assert {"nodes", "signal", "output"} <= names
-    assert acting_user.run(lambda: estimate_start(script, timeout_s=60)).nodes
+    assert acting_user.run(lambda: estimate_start(script, timeout_s=PATIENCE_S)).nodes
 
 
 def test_doctor_compares_sums_over_two_nodes_with_their_known_result(
@@ -80,7 +80,12 @@ def test_an_attempt_starts_only_if_sums_over_its_nodes_are_right(
         (tmp_path / "sitecustomize.py").write_text(CORRUPT)
         variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
     sums = SumsPlan(
-        argv=(sys.executable,), env=variables, nodes=(0, 1), accelerator="cpu", ranks_per_node=1, timeout_s=90
+        argv=(sys.executable,),
+        env=variables,
+        nodes=(0, 1),
+        accelerator="cpu",
+        ranks_per_node=1,
+        timeout_s=int(PATIENCE_S),
     )
     toy.plan_changes = {"preflight": preflight().model_copy(update={"sums": sums})}
     toy.submit()

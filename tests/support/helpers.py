@@ -6,7 +6,9 @@ run_role(RunDir(tmp_path / "run"), "main", "trainer-0")
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import io
 import os
 import runpy
@@ -56,8 +58,26 @@ def wait_for(
     """Wait until ``condition`` holds; ``tell`` returns the explanation for a failure."""
     deadline = time.monotonic() + PATIENCE_S
     while not (seen := condition()):
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}; last {seen!r} {tell()}"
+        _check_deadline(deadline, what, seen, tell)
         time.sleep(0.05)
+
+
+async def wait_for_async(
+    condition: Callable[[], object], what: str = "it", tell: Callable[[], object] = lambda: ""
+) -> None:
+    """As ``wait_for``, in an event loop; ``condition`` may return an awaitable."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (seen := await _value_of(condition())):
+        _check_deadline(deadline, what, seen, tell)
+        await asyncio.sleep(0.01)
+
+
+async def _value_of(seen: object) -> object:
+    return await seen if inspect.isawaitable(seen) else seen
+
+
+def _check_deadline(deadline: float, what: str, seen: object, tell: Callable[[], object]) -> None:
+    assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}; last {seen!r} {tell()}"
 
 
 def is_alive(process: psutil.Process) -> bool:

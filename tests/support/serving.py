@@ -87,7 +87,7 @@ class Serving:
         self.recipe = make_plan(self.run.root, values, processes=processes).phases[0].recipe
         self.keys = run_keys(self.run)
         self.client = httpx.Client(
-            verify=self.keys.client_context(), headers=self.keys.headers, timeout=120, trust_env=False
+            verify=self.keys.client_context(), headers=self.keys.headers, timeout=PATIENCE_S, trust_env=False
         )
         self.processes: dict[str, subprocess.Popen] = {}
         self.incarnations: dict[str, int] = {}
@@ -142,7 +142,7 @@ class Serving:
 
     def async_client(self) -> httpx.AsyncClient:
         verify, headers = self.keys.client_context(), self.keys.headers
-        return httpx.AsyncClient(verify=verify, headers=headers, timeout=120, trust_env=False)
+        return httpx.AsyncClient(verify=verify, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
     def post(self, name: str, route: str, body: dict[str, Any]) -> httpx.Response:
         return self.client.post(f"{self.url(name)}{route}", json=body)

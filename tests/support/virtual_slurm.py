@@ -415,7 +415,7 @@ class SlurmToy:
 
 def preflight(**changes: Any) -> PreflightPlan:
     """A node check that is fast and starts no interpreters."""
-    values = {"timeout_s": 40, "pythons": (), "gpus": 0, "scratch": None}
+    values = {"timeout_s": int(PATIENCE_S) // 2, "pythons": (), "gpus": 0, "scratch": None}
     values |= {"min_scratch_gib": 0, "min_memory_gib": 0, "health_checks": ()}
     return PreflightPlan.model_validate(values | changes)
 

@@ -8,15 +8,17 @@ from typing import Any
 from aiohttp import ClientSession, web
 
 from primerl_hpc.plan.simulation.lengths import Lengths
+from tests.support.helpers import wait_for_async
 from tools.bench.rated_roles import RatedEngine, engine_app, engine_side, make_runner
 
 VALUES: dict[str, Any] = {"max_running": 2, "curve": ((1.0, 0.01),), "turns": 1, "pause_s": 0.0}
 
 
 async def until_running(engine: RatedEngine, running: int, waiting: int) -> None:
-    async with asyncio.timeout(20):
-        while (len(engine.running), len(engine.waiting)) != (running, waiting):
-            await asyncio.sleep(0.01)
+    def has_them() -> bool:
+        return (len(engine.running), len(engine.waiting)) == (running, waiting)
+
+    await wait_for_async(has_them, f"{running} running and {waiting} waiting")
 
 
 def test_a_sequence_ends_when_its_client_disconnects() -> None:

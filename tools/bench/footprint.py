@@ -9,9 +9,8 @@ supervisor whose processes have reported and sleep. ``--watcher orchestrator``: 
 waited for hours, without engines that respond. ``--watcher engine_host``: the batch process of one elastic engine, also
 after hours (``--engines`` is the number of other engines). An operation is a system call with a path in the run
 directory, or one that reads the entries of a folder there. Supervisor and host also report the operations of their
-start, up to the moment in which all processes have published their endpoints, and how many of these touch the
-supervisor's lock: that number depends on the time which a start takes. ``--checkout`` measures another checkout, such
-as one of an earlier commit.
+start, up to the moment in which all processes have published their endpoints, and its seconds: some operations repeat
+with time. ``--checkout`` measures another checkout, such as one of an earlier commit.
 """
 
 from __future__ import annotations
@@ -209,13 +208,10 @@ CHILDREN = {
 _CALL = re.compile(r"^(\d+) +(\w+)\((.*)")
 
 
-LOCK = "/control/supervisor.lock"
-
-
-def count_operations(trace: str, folder: str, period: str = "measured") -> tuple[Counter[str], int]:
+def count_operations(trace: str, folder: str, period: str = "measured") -> Counter[str]:
     """Count the calls of a trace of strace -f -y that name ``folder`` between the child's marks of a period.
 
-    Calls of other programs, which the child started, do not count. The number is that of calls with the path `LOCK`.
+    Calls of other programs, which the child started, do not count.
     """
     own, *others = re.findall(r"^(\d+) +execve\(", trace, re.M)
     _, _, rest = trace.partition(f"{period}-from-here")
@@ -230,7 +226,7 @@ def count_operations(trace: str, folder: str, period: str = "measured") -> tuple
             found[call[2]] += 1
             paths[re.split(r'[">]', call[3].partition(folder)[2])[0]] += 1
     print(period, paths.most_common(20), file=sys.stderr)
-    return found, paths[LOCK]
+    return found
 
 
 def measure(child: str, checkout: Path, engines: int, seconds: float, settle_s: float) -> dict[str, Any]:
@@ -248,12 +244,14 @@ def measure(child: str, checkout: Path, engines: int, seconds: float, settle_s: 
             check=True,
         )
         text = trace.read_text(errors="replace")
-        found, _ = count_operations(text, str(run))
-        start, touches = count_operations(text, str(run), "started")
+        found = count_operations(text, str(run))
+        start = count_operations(text, str(run), "started")
+        marks = [run / f"started-{way}-here" for way in ("from", "to")]
+        begin, end = (mark.stat().st_mtime if mark.exists() else 0.0 for mark in marks)
     rate = found.total() / seconds
     row: dict[str, Any] = {"engines": engines, "operations_per_s": round(rate, 2)}
     if start:
-        row["start_operations"], row["start_touches"] = start.total(), touches
+        row["start_operations"], row["start_s"] = start.total(), round(end - begin, 1)
     return row | {"calls": dict(found.most_common())}
 
 

@@ -37,7 +37,7 @@ from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
 from primerl_hpc.transport.rollouts.types import StepInfo, empty_row
-from tests.support.helpers import PATIENCE_S, wait_for
+from tests.support.helpers import PATIENCE_S, wait_for, wait_for_async
 
 TOLD = "retrying"
 
@@ -128,10 +128,9 @@ def test_a_batch_that_cannot_be_written_now_is_sent_when_the_filesystem_answers(
         sending = asyncio.create_task(
             retry_io("a batch", lambda: FilesystemSender(run).send(StepInfo(1), [[empty_row()]]))
         )
-        async with asyncio.timeout(60):
-            while TOLD not in caplog.text:
-                await asyncio.sleep(0.01)
-            run.rollouts.unlink()
+        await wait_for_async(lambda: TOLD in caplog.text, "the warning")
+        run.rollouts.unlink()
+        async with asyncio.timeout(PATIENCE_S):
             await sending
 
     asyncio.run(check())

@@ -23,6 +23,7 @@ from primerl_hpc.inference.prefill import prefill_request
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint, read_endpoint
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
+from tests.support.helpers import PATIENCE_S, wait_for_async
 
 GENERATE = "/inference/v1/generate"
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -80,8 +81,7 @@ def test_unsupported_requests_are_prefilled_locally(path: str, body: Any) -> Non
 async def listening(app: Any) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await wait_for_async(lambda: server.started, "uvicorn")
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
@@ -131,7 +131,7 @@ class Decoding:
 @asynccontextmanager
 async def decoding(tmp_path: Path, **others: Other) -> AsyncIterator[Decoding]:
     run = RunDir(tmp_path)
-    async with all_listening(others) as urls, httpx.AsyncClient(timeout=30) as client:
+    async with all_listening(others) as urls, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         for name, url in urls.items():
             others[name].key = run_keys(run).api_key
             publish_endpoint(run, name.replace("_", "-"), url)
@@ -160,8 +160,7 @@ async def hanging(tmp_path: Path) -> AsyncIterator[tuple[Decoding, Other, asynci
     other.hangs.clear()
     async with decoding(tmp_path, prefill_0=other) as system:
         asked = asyncio.create_task(system.ask())
-        while not other.asked:
-            await asyncio.sleep(0.005)
+        await wait_for_async(lambda: other.asked, "the request")
         yield system, other, asked
 
 
@@ -177,7 +176,7 @@ async def all_listening(others: dict[str, Other]) -> AsyncIterator[dict[str, str
 
 def run_it(check: Callable[[], Any]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await check()
 
     asyncio.run(bounded())

@@ -28,6 +28,7 @@ from primerl_hpc.orchestrator.rollouts.env_client import (
 from primerl_hpc.recipe.schema.evaluation import External
 from primerl_hpc.recipe.schema.rollout import Environment, Sampling
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import PATIENCE_S
 
 
 def stale() -> OSError:
@@ -57,7 +58,7 @@ def test_a_file_that_cannot_be_read_is_read_again_and_reported_once(
             "env_server-0",
             Environment(id="reverse-text"),
             poll_s=0.01,
-            restart_timeout_s=0.3,
+            restart_timeout_s=3.0,
         )
         for _ in range(2):
             before = looks
@@ -160,7 +161,7 @@ def by_address(folder: Path, port: int, **more: float) -> EnvServerClient:
 
 def start_rollout(client: EnvServerClient) -> asyncio.Task:
     how = external_client(External(base_url="http://h/v1"))
-    return asyncio.create_task(client.run({}, how, "m", external_sampling_config(Sampling()), 60))
+    return asyncio.create_task(client.run({}, how, "m", external_sampling_config(Sampling()), PATIENCE_S))
 
 
 def test_a_server_by_address_that_pauses_for_a_while_keeps_its_rollouts(
@@ -171,7 +172,7 @@ def test_a_server_by_address_that_pauses_for_a_while_keeps_its_rollouts(
     monkeypatch.setattr(env_client, "_HEALTH_EVERY_S", 0.0)
 
     async def check() -> None:
-        async with played() as (server, port), asyncio.timeout(30):
+        async with played() as (server, port), asyncio.timeout(PATIENCE_S):
             client = by_address(tmp_path, port, health_s=300.0)
             rollout = start_rollout(client)
             await server.has_rollout.wait()
@@ -192,8 +193,8 @@ def test_a_server_by_address_is_abandoned_without_a_response_for_too_long(
     monkeypatch.setattr(env_client, "_HEALTH_EVERY_S", 0.0)
 
     async def check() -> None:
-        async with played() as (server, port), asyncio.timeout(30):
-            client = by_address(tmp_path, port, health_s=0.1)
+        async with played() as (server, port), asyncio.timeout(PATIENCE_S):
+            client = by_address(tmp_path, port, health_s=3.0)
             rollout = start_rollout(client)
             await server.has_rollout.wait()
             server.is_well = False
@@ -208,7 +209,7 @@ def test_rollouts_of_a_server_by_address_end_with_it_though_its_successor_is_the
     tmp_path: Path,
 ) -> None:
     async def check() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             async with played() as (server, port):
                 client = by_address(tmp_path, port, health_s=300.0)
                 rollout = start_rollout(client)

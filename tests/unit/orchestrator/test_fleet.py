@@ -23,7 +23,7 @@ from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions, parse_me
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import PATIENCE_S
+from tests.support.helpers import PATIENCE_S, wait_for_async
 from tests.unit.inference.test_prefill import listening
 
 
@@ -84,8 +84,7 @@ class Served:
         config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
         self.server = uvicorn.Server(config)
         self.task = asyncio.create_task(self.server.serve())
-        while not self.server.started:
-            await asyncio.sleep(0.005)
+        await wait_for_async(lambda: self.server.started, "uvicorn")
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient() as client:  # the first request builds the middleware, from this state
@@ -313,7 +312,7 @@ def test_reconcile_updates_only_engines_that_are_behind_or_paused(tmp_path: Path
 def test_waiting_for_missing_engines_reports_how_many_are_ready(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, "inference-0") as (_, fleet, _engines):
-            assert await fleet.wait_ready(1, timeout_s=5) == {"inference-0": 0}
+            assert await fleet.wait_ready(1, timeout_s=PATIENCE_S) == {"inference-0": 0}
             with pytest.raises(TimeoutWaitingError, match="1 of 2 engines"):
                 await fleet.wait_ready(2, timeout_s=0.05, poll_s=0.01)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.orchestrator.engines import load_monitor as engines
 from primerl_hpc.orchestrator.engines.load_monitor import EngineMonitor, StuckDetector, tokens_between
@@ -16,7 +16,7 @@ from primerl_hpc.orchestrator.eval_loop import run_evaluation
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.types import TaskRef
 from primerl_hpc.run.endpoints import publish_endpoint
-from tests.support.helpers import make_plan, process_plan
+from tests.support.helpers import make_plan, process_plan, wait_for_async
 from tests.unit.orchestrator.test_env_client import played
 from tests.unit.orchestrator.test_fleet import serving
 
@@ -82,12 +82,10 @@ def test_the_supervisor_is_requested_to_restart_a_stuck_engine(tmp_path: Path, m
                 frozen=[Role.TEACHER],
             )
             task = asyncio.create_task(watch.watch())
-            async with asyncio.timeout(30):
-                while (asked := read_json_or_none(run.restart_request("inference-0"))) is None:
-                    await asyncio.sleep(0.01)
-                while not run.restart_request("teacher-0").exists():
-                    await asyncio.sleep(0.01)
+            for name in ("inference-0", "teacher-0"):
+                await wait_for_async(run.restart_request(name).exists, f"a request for {name}")
             task.cancel()
+            asked = read_json(run.restart_request("inference-0"))
             assert asked["process"] == "inference-0" and "no token" in asked["reason"]
             assert not run.restart_request("inference-1").exists()
             assert watch.take_metrics()["inference/idle"] == 0.5
@@ -121,14 +119,12 @@ def test_an_evaluation_asks_for_the_successors_of_its_engine_and_of_its_judges(
             recipe = phase.recipe.model_copy(update={"timeouts": timeouts})
             task = asyncio.create_task(run_evaluation(run, phase.model_copy(update={"recipe": recipe})))
             for name in ("inference-0", "judge-0"):
-                while not run.restart_request(name).exists():
-                    await asyncio.wait({task}, timeout=0.01)
-                    assert not task.done(), task.result()
+                request = run.restart_request(name)
+                await wait_for_async(
+                    lambda request=request: task.done() or request.exists(), f"a request for {name}"
+                )
+                assert not task.done(), task.result()
             task.cancel()
             await asyncio.wait({task})
 
-    async def within(seconds: float) -> None:
-        async with asyncio.timeout(seconds):
-            await check()
-
-    asyncio.run(within(60))
+    asyncio.run(check())

@@ -19,16 +19,10 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
 from primerl_hpc.transport.turns import Grant, TurnRequest, read_grant, write_grant, write_request
 from primerl_hpc.transport.weights.filesystem import MANIFEST, FilesystemWeightReader
+from tests.support.helpers import PATIENCE_S, wait_for_async
 from tests.unit.orchestrator.test_fleet import Served, serving
 
 TRAINER, ENGINE = process_name(Role.TRAINER, 0), process_name(Role.INFERENCE, 0)
-LIMIT_S = 30.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def ask(run: RunDir, incarnation: int, number: int, *, is_released: bool = False) -> None:
@@ -69,7 +63,7 @@ def in_a_run(
 
 async def first_turn(run: RunDir, turns: DeviceTurns, incarnation: int = 0) -> None:
     ask(run, incarnation, 1)
-    await until(lambda: holds(run, incarnation, 1))
+    await wait_for_async(lambda: holds(run, incarnation, 1))
     ask(run, incarnation, 1, is_released=True)
     await turns.opened.wait()
 
@@ -78,12 +72,12 @@ def test_the_trainer_has_the_first_turn_and_engines_start_after_it(tmp_path: Pat
     async def scene(run: RunDir, turns: DeviceTurns, engine: Served) -> None:
         ask_as_engine(run, 0)
         ask(run, 0, 1)
-        await until(lambda: holds(run, 0, 1))
+        await wait_for_async(lambda: holds(run, 0, 1))
         await asyncio.sleep(0.3)
         assert not turns.opened.is_set() and not admits(run, 0)
         assert not [call for call in engine.engine.calls if call[0] == "sleep"], "it was never admitted"
         ask(run, 0, 1, is_released=True)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         assert turns.opened.is_set() and not holds(run, 0, 1)
 
     in_a_run(tmp_path, scene)
@@ -106,18 +100,18 @@ def test_engines_sleep_before_a_turn_and_wake_with_the_new_version_after_it(tmp_
         turns.hooks = TurnHooks(may, lambda: shown.append("sleep"), wake)
         ask_as_engine(run, 0)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         await watcher.load(0)
         engine.engine.calls.clear()
         shown.clear()
         ask(run, 0, 2)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         assert engine.engine.calls == [("sleep", 2, "keep")] and engine.state.asleep and shown == ["sleep"]
         assert turns.exclusive.locked(), "no update reaches the engines during the turn"
         folder = publish(run, 1)
         ask(run, 0, 2, is_released=True)
-        await until(lambda: not engine.state.asleep)
-        await until(lambda: watcher.version == 1)
+        await wait_for_async(lambda: not engine.state.asleep)
+        await wait_for_async(lambda: watcher.version == 1)
         loads = [(f"primerl_{name}", folder, 1) for name in ("prepare_update", "update_weights")]
         assert engine.engine.calls[1:] == [
             ("wake_up", ["weights"]),
@@ -137,12 +131,12 @@ def test_a_turn_without_a_new_version_wakes_the_engines_with_the_live_one(tmp_pa
         turns.hooks = TurnHooks(wake=watcher.wake)
         ask_as_engine(run, 0)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         await watcher.load(0)
         ask(run, 0, 2)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         ask(run, 0, 2, is_released=True)
-        await until(lambda: not engine.state.asleep)
+        await wait_for_async(lambda: not engine.state.asleep)
         assert ("primerl_update_weights", "base", 0) in engine.engine.calls and watcher.version == 0
 
     in_a_run(tmp_path, scene)
@@ -152,15 +146,15 @@ def test_an_engine_that_exits_while_it_sleeps_starts_after_the_turn(tmp_path: Pa
     async def scene(run: RunDir, turns: DeviceTurns, engine: Served) -> None:
         ask_as_engine(run, 0)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         ask(run, 0, 2)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         run.endpoint(ENGINE).unlink()
         ask_as_engine(run, 1)
         await asyncio.sleep(0.3)
         assert not admits(run, 1) and holds(run, 0, 2)
         ask(run, 0, 2, is_released=True)
-        await until(lambda: admits(run, 1))
+        await wait_for_async(lambda: admits(run, 1))
 
     in_a_run(tmp_path, scene)
 
@@ -170,7 +164,7 @@ def test_a_turn_does_not_wait_for_an_engine_that_exited(tmp_path: Path, sign: st
     async def scene(run: RunDir, turns: DeviceTurns, engine: Served) -> None:
         ask_as_engine(run, 0)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         run.endpoint(
             ENGINE
         ).unlink()  # it was killed; its memory may be in use until the supervisor has ended it
@@ -181,7 +175,7 @@ def test_a_turn_does_not_wait_for_an_engine_that_exited(tmp_path: Path, sign: st
             ask_as_engine(run, 1)
         else:
             write_json(run.state, {"processes": {ENGINE: {"state": "exited", "incarnation": 0}}})
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         assert not admits(run, 1)
 
     in_a_run(tmp_path, scene)
@@ -195,9 +189,9 @@ def test_a_restarted_engine_sleeps_although_the_end_of_its_predecessor_is_the_la
         ask_as_engine(run, 1)
         publish_endpoint(run, ENGINE, engine.url, incarnation=1)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 1))
+        await wait_for_async(lambda: admits(run, 1))
         ask(run, 0, 2)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         assert engine.state.asleep
 
     in_a_run(tmp_path, scene)
@@ -208,12 +202,12 @@ def test_a_turn_waits_for_an_engine_that_still_starts(tmp_path: Path) -> None:
         run.endpoint(ENGINE).unlink()
         ask_as_engine(run, 0)
         await first_turn(run, turns)
-        await until(lambda: admits(run, 0))
+        await wait_for_async(lambda: admits(run, 0))
         ask(run, 0, 2)
         await asyncio.sleep(0.3)
         assert not holds(run, 0, 2)
         publish_endpoint(run, ENGINE, engine.url)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         assert engine.state.asleep
 
     in_a_run(tmp_path, scene)
@@ -253,7 +247,7 @@ def test_a_turn_waits_until_the_loop_allows_it(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         assert not holds(run, 0, 2)
         is_evaluating = False
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
 
     in_a_run(tmp_path, scene)
 
@@ -262,9 +256,9 @@ def test_the_end_of_a_trainer_ends_its_turn(tmp_path: Path) -> None:
     async def scene(run: RunDir, turns: DeviceTurns, engine: Served) -> None:
         await first_turn(run, turns)
         ask(run, 0, 2)
-        await until(lambda: holds(run, 0, 2))
+        await wait_for_async(lambda: holds(run, 0, 2))
         ask(run, 1, 1)  # its successor
-        await until(lambda: holds(run, 1, 1))
+        await wait_for_async(lambda: holds(run, 1, 1))
 
     in_a_run(tmp_path, scene)
 
@@ -312,7 +306,7 @@ def test_an_engine_that_refuses_a_version_sleeps_again(tmp_path: Path) -> None:
 def watcher_of(run: RunDir, turns: DeviceTurns) -> WeightWatcher:
     hooks = VersionHooks(lambda live, newest: newest, _note, _note, exclusive=turns.exclusive)
     reader: Any = FilesystemWeightReader(run)
-    return WeightWatcher(run, turns.fleet, reader, hooks, base_model="base", engines_timeout_s=LIMIT_S)
+    return WeightWatcher(run, turns.fleet, reader, hooks, base_model="base", engines_timeout_s=PATIENCE_S)
 
 
 def _note(version: int) -> None:

@@ -19,7 +19,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.broadcast import BroadcastWeightReader, publish_offer
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
 from primerl_hpc.transport.weights.types import BroadcastOffer, WeightReader
-from tests.support.helpers import PATIENCE_S
+from tests.support.helpers import PATIENCE_S, wait_for_async
 from tests.unit.orchestrator.test_fleet import serving
 from tests.unit.transport.test_weights_delta import write_full, write_link
 
@@ -42,14 +42,8 @@ def watch(
             may_update=may_update,
         ),
         base_model="/base",
-        engines_timeout_s=60,
+        engines_timeout_s=PATIENCE_S,
     )
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_a_broken_link_is_followed_by_a_full_version_and_the_old_policy_serves_until_then(
@@ -62,20 +56,20 @@ def test_a_broken_link_is_followed_by_a_full_version_and_the_old_policy_serves_u
             await watcher.load(0)
             task = asyncio.create_task(watcher.watch())
             write_full(run, 1)
-            await until(lambda: live == [0, 1])
+            await wait_for_async(lambda: live == [0, 1])
             for engine in engines:
                 engine.engine.bad[str(run.weights_step(1))] = "refuse"
             write_link(run, 2)
-            await until(run.full_weights_request.exists)
+            await wait_for_async(run.full_weights_request.exists)
             assert live == [0, 1] and set((await fleet.versions()).values()) == {1}
             assert not any(run.restart_request(engine.process).exists() for engine in engines)
             write_link(run, 3)  # of a version that no engine has: there is no chain to it
             write_full(run, 4)
-            await until(lambda: live[-1] == 4)
+            await wait_for_async(lambda: live[-1] == 4)
             assert live == [0, 1, 4] and set((await fleet.versions()).values()) == {4}
             assert run.has_lease(run.weights_step(4))
             # released after on_live: the old version is protected until the run uses the new one
-            await until(lambda: not run.has_lease(run.weights_step(1)))
+            await wait_for_async(lambda: not run.has_lease(run.weights_step(1)))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -95,9 +89,9 @@ def test_a_late_engine_that_cannot_follow_the_links_loads_the_same_version_writt
             task = asyncio.create_task(watcher.hold())
             engines[0].state.version = 1  # a restarted one
             engines[0].engine.bad[str(run.weights_step(1))] = "refuse"
-            await until(run.full_weights_request.exists)
+            await wait_for_async(run.full_weights_request.exists)
             write_full(run, 2)
-            await until(lambda: engines[0].state.version == 2)
+            await wait_for_async(lambda: engines[0].state.version == 2)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -117,11 +111,11 @@ def test_held_back_updates_cause_no_timeout_and_then_the_newest_version_is_loade
             write_full(run, 1)
             for _ in range(3):
                 before = watcher.waiting_since
-                await until(lambda: watcher.waiting_since > before)  # noqa: B023
+                await wait_for_async(lambda: watcher.waiting_since > before)  # noqa: B023
             assert live == [0] and set((await fleet.versions()).values()) == {0}
             write_full(run, 2)
             is_held[0] = False
-            await until(lambda: live == [0, 2])
+            await wait_for_async(lambda: live == [0, 2])
             assert set((await fleet.versions()).values()) == {2}
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -149,14 +143,14 @@ def test_a_version_stays_leased_while_engines_load_it_for_longer_than_a_lease(
             engines[0].engine.collective_rpc = slow
             task = asyncio.create_task(watcher.watch())
             write_full(run, 1)
-            await until(lambda: loads)
+            await wait_for_async(lambda: loads)
             (lease,) = run.weights.glob(".leases/step_1.*")
             os.utime(lease, (0, 0))
             try:
-                await until(lambda: lease.stat().st_mtime > 0)
+                await wait_for_async(lambda: lease.stat().st_mtime > 0)
             finally:
                 may_end.set()
-            await until(lambda: live == [0, 1])
+            await wait_for_async(lambda: live == [0, 1])
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -186,12 +180,12 @@ def test_a_broadcast_that_only_a_prefill_engine_received_is_requested_as_a_folde
                 engines[0].engine.pause_generation = fail_once
             publish_offer(run, BroadcastOffer(1, "127.0.0.1", 5, "a"), is_open=True)
             task = asyncio.create_task(watcher.watch())
-            await until(lambda: engines[1].state.version == 1)
+            await wait_for_async(lambda: engines[1].state.version == 1)
             publish_endpoint(run, "inference-0", engines[0].url)
-            await until(run.full_weights_request.exists)
+            await wait_for_async(run.full_weights_request.exists)
             publish_offer(run, BroadcastOffer(1, "127.0.0.1", 5, "a"), is_open=False)
             write_full(run, 1)
-            await until(lambda: live == [0, 1])
+            await wait_for_async(lambda: live == [0, 1])
             assert await fleet.versions() == {"inference-0": 1, "prefill-0": 1}
             told = watcher.take_metrics()
             assert 0 < told["time/engines_paused"] <= told["time/weight_update"]
@@ -232,10 +226,10 @@ def test_a_version_becomes_live_despite_transient_errors_of_the_run_directory(
             in_the_way.mkdir(parents=True)
             write_full(run, 1)
             task = asyncio.create_task(watcher.watch())
-            await until(lambda: "retrying" in caplog.text)
+            await wait_for_async(lambda: "retrying" in caplog.text)
             assert live == [0] and watcher.version == 0 and not task.done()
             in_the_way.rmdir()
-            await until(lambda: live == [0, 1])
+            await wait_for_async(lambda: live == [0, 1])
             assert read_json(run.live_version) == {"version": 1} and lease.exists()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

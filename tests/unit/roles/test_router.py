@@ -26,7 +26,7 @@ from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.endpoints import PublishedEngines, publish_endpoint
 from primerl_hpc.run.ports import bind_listener
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import PATIENCE_S
+from tests.support.helpers import PATIENCE_S, wait_for_async
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +60,7 @@ async def routing_to(
                 verify=keys.client_context(),
                 headers=keys.headers,
                 trust_env=False,
-                timeout=60,
+                timeout=PATIENCE_S,
                 limits=httpx.Limits(max_connections=None),
             ) as client:
                 yield router, client
@@ -261,8 +261,7 @@ def test_a_stream_arrives_as_it_is_made_and_ends_at_the_engine_when_the_client_l
                 assert await anext(lines) == "data: 2"
                 assert router.balancer.in_flight[url] == 1
             await asyncio.wait_for(left.wait(), PATIENCE_S)
-            while router.balancer.in_flight:
-                await asyncio.sleep(0.005)
+            await wait_for_async(lambda: not router.balancer.in_flight, "the end of the request")
 
     asyncio.run(check())
 

@@ -33,6 +33,7 @@ from primerl_hpc.runtime.job.node_checks import (
 )
 from primerl_hpc.runtime.job.preflight import PreflightRun, reason_on
 from primerl_hpc.runtime.steps.limits import RAISED
+from tests.support.helpers import PATIENCE_S
 
 
 def levels(findings: list[NodeFinding]) -> dict[str, set[str]]:
@@ -156,7 +157,7 @@ def test_unresponsive_nodes_are_queried_concurrently(tmp_path: Path, monkeypatch
     hosts = tuple(f"n{number}" for number in range(1, 7))
     six = replace(allocation(), hosts=hosts, spares=(), order=hosts)
     least = {"gpus": 0, "scratch": None, "min_scratch_gib": 0, "min_memory_gib": 0}
-    wants = PreflightPlan(timeout_s=3, pythons=(), health_checks=(), **least)
+    wants = PreflightPlan(timeout_s=int(PATIENCE_S), pythons=(), health_checks=(), **least)
     findings = asyncio.run(PreflightRun(RunDir(tmp_path / "run"), wants, six, tmp_path / "log").check())
     assert len(list(tmp_path.glob("met.*"))) == 6
     assert [(host, told.level) for host in hosts for told in findings[host]] == [
@@ -173,7 +174,7 @@ def test_an_option_that_srun_does_not_know_is_the_finding_of_every_node(
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     least = {"gpus": 0, "scratch": None, "min_scratch_gib": 0, "min_memory_gib": 0}
-    wants = PreflightPlan(timeout_s=60, pythons=(), health_checks=(), **least)
+    wants = PreflightPlan(timeout_s=int(PATIENCE_S), pythons=(), health_checks=(), **least)
     findings = asyncio.run(
         PreflightRun(RunDir(tmp_path / "run"), wants, allocation(), tmp_path / "log").check()
     )

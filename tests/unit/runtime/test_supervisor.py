@@ -102,9 +102,15 @@ class Toy:
             stacks = json.dumps(collect_stacks(self.run).as_json(), indent=1)
             pytest.fail(f"the supervisor did not end:\n{stacks}\n{self.run.events.read_text()}")
 
-    def wait_until_it_says(self, words: str) -> None:
+    def wait_until_it_says(self, words: str) -> str:
+        """Return the log up to and with the line that has ``words``."""
         assert self.supervisor is not None and self.supervisor.stderr is not None
-        assert any(words in line for line in self.supervisor.stderr)
+        seen = ""
+        for line in self.supervisor.stderr:
+            seen += line
+            if words in line:
+                return seen
+        raise AssertionError(f"the supervisor ended without {words!r}:\n{seen}")
 
     def events(self, name: str) -> list[dict]:
         return [row for row in read_jsonl(self.run.events) if row["event"] == name]
@@ -560,15 +566,15 @@ def test_a_hung_trainer_writes_its_stacks_and_is_treated_like_an_exited_one(
     from primerl_hpc.run.metrics import MetricsWriter
     MetricsWriter(run.metrics("orchestrator")).write(1, {})
     """
-    code = """
+    before = """
     import os
     from primerl_hpc.common.log import dump_stacks_on_signal
     dump_stacks_on_signal()
-    def hang_here(): time.sleep(600)
-    if os.environ["PRIMERL_INCARNATION"] == "0": hang_here()
+    def hang_here(): time.sleep(900)
     """
-    toy.recipe = TOY_RECIPE | {"recovery": {"in_place": True}, "timeouts": {"stall_s": 3}}
-    toy.add(Role.TRAINER, PUBLISH + textwrap.dedent(code), OnExit.ENDS_PHASE, ready_timeout_s=60)
+    code = 'if os.environ["PRIMERL_INCARNATION"] == "0": hang_here()\n'
+    toy.recipe = TOY_RECIPE | {"recovery": {"in_place": True}, "timeouts": {"stall_s": 10}}
+    toy.add(Role.TRAINER, textwrap.dedent(before) + PUBLISH + code, OnExit.ENDS_PHASE, ready_timeout_s=300)
     if has_batch:
         toy.add(Role.ORCHESTRATOR, PUBLISH + textwrap.dedent(send), OnExit.ENDS_PHASE)
     toy.start()
@@ -751,7 +757,8 @@ FALTERS = (
 while not x.with_name("waits").exists():
     time.sleep(0.05)
 x.symlink_to(x.name)  # a loop: its size is an OSError
-time.sleep(3)
+while not x.with_name("told").exists():
+    time.sleep(0.05)
 x.unlink()
 """
 )
@@ -759,21 +766,24 @@ WAITS_UNTIL_IT_FALTERS = X + "x.with_name('waits').touch()\nwhile not x.is_symli
 WAITS_UNTIL_IT_IS_OVER = WAITS_UNTIL_IT_FALTERS + "while x.is_symlink(): time.sleep(0.05)\n"
 
 
-def what_cannot_be_seen(toy: Toy, orchestrator: str) -> list[str]:
-    """A line of the supervisor's log each, in a run whose progress cannot be read for three seconds."""
+def what_cannot_be_seen(toy: Toy, orchestrator: str, until: str) -> list[str]:
+    """A line of the supervisor's log each, in a run whose progress cannot be read until the log has the last one."""
     toy.add(Role.TRAINER, FALTERS, OnExit.ENDS_PHASE)
     toy.add(Role.ORCHESTRATOR, orchestrator, OnExit.ENDS_PHASE)
     toy.start()
+    before = toy.wait_until_it_says(f"Cannot access {until}, retrying")
+    (toy.run.root / "metrics" / "told").touch()
     assert toy.end() == ExitCode.DONE
-    return re.findall("Cannot access (.*?), retrying", toy.supervisor.stderr.read())
+    return re.findall("Cannot access (.*?), retrying", before + toy.supervisor.stderr.read())
 
 
 def test_transient_errors_while_reading_progress_are_reported_once_and_end_nothing(toy: Toy) -> None:
-    assert what_cannot_be_seen(toy, WAITS_UNTIL_IT_IS_OVER) == ["the run's progress"]
+    progress = "the run's progress"
+    assert what_cannot_be_seen(toy, WAITS_UNTIL_IT_IS_OVER, progress) == [progress]
 
 
 def test_transient_errors_at_the_exit_of_a_role_are_reported_once_and_end_nothing(toy: Toy) -> None:
-    told = what_cannot_be_seen(toy, WAITS_UNTIL_IT_FALTERS)
+    told = what_cannot_be_seen(toy, WAITS_UNTIL_IT_FALTERS, "the run directory")
     assert told.count("the run directory") == 1
     assert told.count("the run's progress") <= 1  # it may have been read before the end
 

@@ -47,7 +47,6 @@ CHAIN = JobChain(("1", "2"), is_until_done=True)
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Install commands at the front of PATH; their bodies may use ``$call``. Return the file with a line per call."""
     monkeypatch.setattr(slurm_commands, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
     def make(**bodies: str) -> Path:
@@ -89,8 +88,8 @@ def test_a_refused_requeue_is_not_repeated(commands: Callable[..., Path]) -> Non
 def test_a_slurm_that_never_answers_is_abandoned_in_time(
     commands: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_commands, "ANSWER_S", 0.1)
-    monkeypatch.setattr(slurm_commands, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(slurm_commands, "ANSWER_S", 2.0)
+    monkeypatch.setattr(slurm_commands, "PATIENCE_S", 5.0)
     calls = commands(scontrol="exec sleep 60")
     assert "did not answer" in (asyncio.run(requeue("7")) or "")
     assert len(calls.read_text().splitlines()) > 1
@@ -240,6 +239,7 @@ def test_a_chain_with_unknown_release_keeps_its_jobs_and_its_folder(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
     calls = commands(**TAKES, scontrol=BUSY, scancel="")
     error = submit_chain(folder, monkeypatch)
     assert isinstance(error, UnansweredError) and "scontrol release 41" in error.hint
@@ -252,6 +252,7 @@ def test_held_jobs_that_cannot_be_cancelled_keep_their_folder_and_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refuses = '[ $call = 2 ] && { echo "sbatch: error: no training on Sundays" >&2; exit 1; }\n'
+    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
     commands(**{**TAKES, "sbatch": refuses + TAKES["sbatch"]}, scontrol="", scancel=BUSY)
     error = submit_chain(folder, monkeypatch)
     assert isinstance(error, UnansweredError)
@@ -272,8 +273,12 @@ def test_a_refused_chain_leaves_no_job_if_scancel_appears_to_time_out(
 
 
 def test_a_running_chain_gets_a_stop_request_if_slurm_does_not_answer(
-    commands: Callable[..., Path], run: RunDir, capsys: pytest.CaptureFixture[str]
+    commands: Callable[..., Path],
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
     commands(squeue=BUSY, scancel=BUSY)
     write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1, "links": ["1", "2"]})
     write_json(run.state, {"state": "running", "attempt": 1, "job_id": "1"})
@@ -319,7 +324,7 @@ def end_of_trainer(run: RunDir) -> tuple[Supervisor, PhaseRun, ProcessState]:
 def test_a_node_is_not_considered_lost_before_slurm_answers(
     commands: Callable[..., Path], run: RunDir, monkeypatch: pytest.MonkeyPatch, silence: str
 ) -> None:
-    monkeypatch.setattr(slurm_commands, "ANSWER_S", 0.5)
+    monkeypatch.setattr(slurm_commands, "ANSWER_S", 5.0)
     commands(
         squeue=f"[ $call = 1 ] && {silence}\necho n2",
         scontrol=f"[ $call = 1 ] && {silence}\necho n2",

@@ -13,6 +13,7 @@ from primerl_hpc.render.engine import quote_directive
 from primerl_hpc.slurm.commands import UNANSWERED, UnansweredError
 from primerl_hpc.slurm.refusals import explain_refusal, hint_about_option, srun_reason
 from primerl_hpc.slurm.sbatch import directives_of, submission_environ, submit_once
+from tests.support.helpers import PATIENCE_S
 from tests.support.sbatch import read_directives
 
 FAILED = "sbatch: error: Batch job submission failed: "
@@ -156,7 +157,7 @@ def test_the_output_of_a_retrying_sbatch_is_quoted(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     said: list[str] = []
     with pytest.raises(UnansweredError) as refused:
-        submit_once(script, tmp_path / "kept", patience_s=1.0, timeout_s=0.5, report=said.append)
+        submit_once(script, tmp_path / "kept", patience_s=6.0, timeout_s=5.0, report=said.append)
     words = f"{refused.value.cause} {said}"
     assert words.count("sleeping and retrying") >= 1 and "Socket timed out" not in words
 
@@ -227,7 +228,7 @@ def test_a_job_for_another_cluster_is_refused_before_sbatch(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refused:
-        submit_once(script, tmp_path / "kept", patience_s=1.0, timeout_s=1.0, report=print)
+        submit_once(script, tmp_path / "kept", patience_s=PATIENCE_S, timeout_s=PATIENCE_S, report=print)
     assert reason in refused.value.cause and "SLURM_CONF" in str(refused.value.hint)
     assert not (tmp_path / "kept").exists()
 
@@ -246,6 +247,6 @@ def test_a_job_that_a_wrapper_of_the_site_sent_to_another_cluster_is_cancelled(
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     with pytest.raises(ConfigError, match="submitted the job to cluster big; it is cancelled"):
-        submit_once(script, tmp_path / "kept", patience_s=5.0, timeout_s=5.0, report=print)
+        submit_once(script, tmp_path / "kept", patience_s=PATIENCE_S, timeout_s=PATIENCE_S, report=print)
     assert (tmp_path / "cancelled").read_text().split() == ["--clusters=big", "7"]
     assert not list((tmp_path / "kept").iterdir())

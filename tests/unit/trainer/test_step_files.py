@@ -16,12 +16,12 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer import control
 from primerl_hpc.trainer.control import IDLE_POLL_S, Next, StepFiles, _Wait
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver
-from tests.support.helpers import wait_for
+from tests.support.helpers import PATIENCE_S, wait_for
 
 
 @pytest.fixture
 def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Calls that wait for the event are late."""
+    """Calls that wait for the event are late, and so may be any other call."""
     monkeypatch.setattr(control, "PATIENCE_S", 0.05)
     monkeypatch.setattr(control, "REPORT_AFTER_S", 0.0)
     responds = threading.Event()
@@ -30,7 +30,10 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_writes_wait_in_order_and_reads_are_omitted_until_the_filesystem_responds(
-    stalled: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stalled: threading.Event,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "rows"
 
@@ -39,8 +42,10 @@ def test_writes_wait_in_order_and_reads_are_omitted_until_the_filesystem_respond
             file.write(text)
 
     with StepFiles() as files:
+        monkeypatch.setattr(control, "PATIENCE_S", PATIENCE_S)
         files.write(lambda: append("1"))
         assert files.read(path.read_text, "") == "1"
+        monkeypatch.setattr(control, "PATIENCE_S", 0.05)
         files.write(lambda: stalled.wait() and append("2"))
         files.write(lambda: append("3"))
         assert files.read(path.read_text, "unknown") == "unknown" and path.read_text() == "1"

@@ -115,7 +115,7 @@ def run_rank(rank: int, folder: str) -> None:
         over.set()
         threading.Event().wait()
 
-    watchdog = Watchdog(RunDir(Path(folder)), "trainer-0", rank=rank, size=2, timeout_s=3, end=end)
+    watchdog = Watchdog(RunDir(Path(folder)), "trainer-0", rank=rank, size=2, timeout_s=10, end=end)
     watchdog.heartbeat("step 7")
     if rank == 1:
         over.wait()

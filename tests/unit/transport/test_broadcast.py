@@ -180,7 +180,7 @@ def test_a_missing_member_is_awaited_no_longer_than_the_time_limit(
     keys: RunKeys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broadcast_group, "JOIN_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "JOIN_S", 5.0)
     store = serve_store(keys, "weights", "127.0.0.1")
     member = Member(lambda: join(keys, store, "x", 1, 3))
     with pytest.raises(RoleError, match="not all members joined group x"):
@@ -190,7 +190,7 @@ def test_a_missing_member_is_awaited_no_longer_than_the_time_limit(
 
 
 def test_a_trainer_that_does_not_respond_is_named(keys: RunKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_group, "JOIN_S", 0.5)
+    monkeypatch.setattr(broadcast_group, "JOIN_S", 5.0)
     store = serve_store(keys, "weights", "127.0.0.1")
     assert store.server is not None
     store.server.close()
@@ -199,7 +199,7 @@ def test_a_trainer_that_does_not_respond_is_named(keys: RunKeys, monkeypatch: py
 
 
 def test_members_of_a_silent_sender_stop_waiting(keys: RunKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_group, "SILENCE_S", 1.0)
+    monkeypatch.setattr(broadcast_group, "SILENCE_S", 5.0)
     store = serve_store(keys, "weights", "127.0.0.1")
     member = Member(lambda: dict(join(keys, store, "x", 1, 2).receive()))
     group = BroadcastGroup.join(store, "x", rank=0, size=2, device=CPU)
@@ -211,7 +211,7 @@ def test_members_of_a_silent_sender_stop_waiting(keys: RunKeys, monkeypatch: pyt
 def test_a_sender_stops_when_a_member_fails_between_buckets(
     keys: RunKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast_group, "SILENCE_S", 2.0)
+    monkeypatch.setattr(broadcast_group, "SILENCE_S", 5.0)
     monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", 1 << 12)
     store = serve_store(keys, "weights", "127.0.0.1")
     received: list[str] = []

@@ -71,7 +71,7 @@ def test_receiver_waits_for_a_batch_that_comes_later_and_gives_up_in_time(tmp_pa
     assert FilesystemReceiver(run).receive(1, 0, timeout_s=0.05) is None
     sender = threading.Thread(target=FilesystemSender(run).send, args=(StepInfo(step=1), batch(1)))
     sender.start()
-    assert FilesystemReceiver(run).receive(1, 1, timeout_s=30) is not None
+    assert FilesystemReceiver(run).receive(1, 1, timeout_s=PATIENCE_S) is not None
     sender.join()
 
 

@@ -88,12 +88,12 @@ def test_only_clients_with_the_keys_of_the_attempt_are_served(
     ]
     for data in attempts:
         with (
-            socket.create_connection((store.host, store.port), timeout=20) as connection,
+            socket.create_connection((store.host, store.port), timeout=PATIENCE_S) as connection,
             careless.wrap_socket(connection) as channel,
         ):
             channel.sendall(data)
             assert channel.recv(100) == b""
-    with socket.create_connection((store.host, store.port), timeout=20) as plain:
+    with socket.create_connection((store.host, store.port), timeout=PATIENCE_S) as plain:
         # the right key, but no TLS
         plain.sendall(pack([keys.api_key.encode()]) + pack([b"set", b"a", b"evil"]))
         assert b"evil" not in plain.recv(100)
