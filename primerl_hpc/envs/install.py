@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def install_package(
 
     Raises ConfigError if pip cannot install it, or it requires other versions than those installed in this Python.
     """
-    if importlib.util.find_spec("pip") is None:
+    # importlib.util would ask setuptools' import hook, after which this process cannot import setuptools, nor vLLM
+    if PathFinder.find_spec("pip") is None:
         raise ConfigError(
             f"{sys.executable} has no pip", hint="install it: python -m ensurepip, or uv pip install pip"
         )

@@ -543,6 +543,20 @@ def test_env_install_refuses_a_package_that_requires_another_installed_version(t
     assert not (tmp_path / "target").exists()
 
 
+def test_setuptools_can_be_imported_after_an_installation(tmp_path):
+    code = (
+        "from primerl_hpc.common.errors import ConfigError\n"
+        "from primerl_hpc.envs.install import install_package\n"
+        "try:\n    install_package('./missing')\n"
+        "except ConfigError:\n    import setuptools\n"
+        "    print(setuptools.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "setuptools\n"
+
+
 def test_env_check_imports_from_the_target_and_names_shadowed_packages(tmp_path, index):
     target = tmp_path / "target"
     package = make_package(tmp_path, "only-in-target", code=BROKEN.format(reward="pass", load=ONE_TASK))
