@@ -25,19 +25,19 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
-from tests.support.helpers import ROOT, make_tiny_model, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model, wait_for
 from tests.support.real_slurm import SMALL, RealRun
 from tests.support.serving import hf_logprobs
 from tests.support.virtual_slurm import Cluster, run_cli
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("acting_user")]
-POST = """
+POST = f"""
 import ssl, sys, urllib.request
 url, folder, body = sys.argv[1:]
 key, context = open(folder + "/api_key").read(), ssl.create_default_context(cafile=folder + "/authority.pem")
-headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+headers = {{"Authorization": f"Bearer {{key}}", "Content-Type": "application/json"}}
 request = urllib.request.Request(url, body.encode(), headers)
-with urllib.request.urlopen(request, timeout=600, context=context) as answer:
+with urllib.request.urlopen(request, timeout={PATIENCE_S}, context=context) as answer:
     print(answer.read().decode())
 """
 

@@ -219,7 +219,7 @@ time.sleep(7200)
 def test_nodes_are_released_although_a_server_ignores_sigterm(
     new_toy: Callable[..., SlurmToy], train: str, state: RunState
 ) -> None:
-    """tools/bench/bad_days.py has the seconds until then."""
+    """`tools/bench/bad_days.py --only crash-hung` has a limit for the seconds until then."""
     toy = new_toy()
     toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, train, OnExit.ENDS_PHASE, nodes=(1, 2))

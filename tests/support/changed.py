@@ -6,8 +6,8 @@
 A test module is reached by a module that it imports, directly or through others. A file that is no module reaches
 those whose text has its name. Tests that import a changed module directly run before those that do so through others.
 End-to-end, SLURM and GPU tests start programs instead of importing them: each change can reach them all, and they
-take longer than three minutes, so only a change of such a test itself selects it. The last lines say what did not
-run; `tools/test` runs everything.
+take longer than three minutes, so only a change of such a test itself selects it, and it is skipped if less than two
+minutes are left. The last lines say what did not run; `tools/test` runs everything.
 
 The module is also the pytest plugin that ends a run when its time is over.
 """
@@ -29,6 +29,9 @@ PACKAGES = ("primerl_hpc", "tests")
 STARTS_PROGRAMS = ("tests/e2e/", "tests/slurm/", "tests/security/", "tests/gpu/")
 LIMIT_S = 150.0
 """Time for running tests; starting the workers and the last test of each take the rest of the three minutes."""
+PROGRAM_S = 120.0
+"""Time that must be left for a test that starts programs: it starts a cluster or an engine first."""
+NO_TIME = "too little time is left for a test that starts programs"
 END, ORDER = "CHANGED_END", "CHANGED_ORDER"
 """Variables that workers inherit: when the time is over, and the test modules from near to far."""
 
@@ -112,10 +115,13 @@ def start(path: str, sources: dict[str, str], imported_by: dict[str, set[str]]) 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: Any) -> bool | None:
-    """End the worker's session instead of running ``item`` when the time is over."""
-    if time.time() > float(os.environ.get(END, "inf")):
+    """End the worker's session instead of running ``item`` when the time is over; skip what would take longer."""
+    left_s = float(os.environ.get(END, "inf")) - time.time()
+    if left_s < 0:
         item.session.shouldstop = "the time is over"
         return True
+    if left_s < PROGRAM_S and item.nodeid.startswith(STARTS_PROGRAMS):
+        item.add_marker(pytest.mark.skip(reason=NO_TIME))
     return None
 
 
@@ -128,12 +134,15 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 class Count:
-    """The numbers of tests that ended and that failed, in pytest's controlling process."""
+    """The numbers of tests that ended, failed and were left out, in pytest's controlling process."""
 
     def __init__(self) -> None:
-        self.num_tests = self.num_failed = 0
+        self.num_tests = self.num_failed = self.num_left_out = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.skipped and NO_TIME in str(report.longrepr):
+            self.num_left_out += 1
+            return
         self.num_tests += report.when == "call" or report.skipped
         self.num_failed += report.failed
 
@@ -174,6 +183,8 @@ def main() -> int:
     count = Count()
     options = ("-p", "tests.support.changed", "-q", "--numprocesses", "2", "--no-loadscope-reorder")
     status = pytest.main([*options, f"--rootdir={ROOT}", *chosen], plugins=[count])
+    if count.num_left_out:
+        print(f"{count.num_left_out} tests were left out: {NO_TIME}. Run all: tools/test")
     if time.time() > float(os.environ[END]):
         print(
             f"The time was over after {count.num_tests} tests: the furthest did not run. Run all: tools/test"

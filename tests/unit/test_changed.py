@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,22 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.INTERRUPTED and "1 passed" in done.stdout, done.stdout
+
+
+def test_a_test_that_starts_programs_is_left_out_shortly_before_the_end(tmp_path: Path) -> None:
+    for folder in ("e2e", "unit"):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text("def test(): pass")
+
+    def run(left_s: float) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "tests.support.changed", "-rs", f"--rootdir={tmp_path}",
+             f"--confcutdir={tmp_path}", str(tmp_path)],
+            cwd=ROOT, env={**os.environ, changed.END: str(time.time() + left_s)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    assert "2 passed" in run(changed.PROGRAM_S + 3600)
+    shortly_before = run(changed.PROGRAM_S - 1)
+    assert "1 passed, 1 skipped" in shortly_before and changed.NO_TIME in shortly_before

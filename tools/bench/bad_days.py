@@ -2,8 +2,8 @@
 """Run the real tiny recipe on a virtual cluster under one failure scenario ("day") after the other.
 
     tools/bench/bad_days.py                                    # all scenarios, one to three minutes each
-    tools/bench/bad_days.py --only none                        # the README's command with the shipped profile,
-    unchanged tools/bench/bad_days.py --only walltime,preemption --json
+    tools/bench/bad_days.py --only none                        # the README's command with the shipped profile
+    tools/bench/bad_days.py --only walltime,preemption --json
 
 Requires root (see tools/virtual-cluster). Runs are complete: vLLM on CPU, router, verifiers, torchrun, SLURM. `none` is
 the README's example, 400 warm-up steps and 40 RL steps, and its reward must rise; the other scenarios are short, with a
@@ -66,8 +66,7 @@ class Day:
     on_small_disk: bool = False
 
 
-# -- waiting and checking
-# -------------------------------------------------------------------------------------------------
+# -- waiting and checking --------------------------------------------------------------------------
 
 
 def wait_for_step(real: RealRun, step: int) -> None:
@@ -127,6 +126,13 @@ def kill(process: str, depth: int) -> Callable[[Cluster, RealRun], None]:
 def crash(cluster: Cluster, real: RealRun) -> None:
     kill("trainer-0", 2)(cluster, real)
     resume_after(cluster, real, RunState.FAILED)
+
+
+def crash_beside_a_hung_engine(cluster: Cluster, real: RealRun) -> None:
+    """A stopped process, like one that hangs in the kernel, does not react to SIGTERM."""
+    wait_for_step(real, 3)
+    real.process_of(cluster, "inference-0", DEPTHS["inference-0"]).suspend()
+    crash(cluster, real)
 
 
 def kill_the_supervisor(cluster: Cluster, real: RealRun) -> None:
@@ -251,6 +257,9 @@ DAYS = {
     "orchestrator": Day(kill("orchestrator-0", 1), may_lose=INTERVAL),
     **{name: Day(kill(f"{name}-0", DEPTHS[f"{name}-0"])) for name in ("inference", "router", "env_server")},
     "crash": Day(crash, recipe={"recovery": {"in_place": False}}, attempts=2, may_lose=INTERVAL),
+    "crash-hung": Day(
+        crash_beside_a_hung_engine, recipe={"recovery": {"in_place": False}}, attempts=2, may_lose=INTERVAL
+    ),
     "supervisor": Day(kill_the_supervisor, attempts=2, may_lose=INTERVAL),
     "scancel": Day(scancel, attempts=2),
     "walltime": Day(walltime, attempts=3),
