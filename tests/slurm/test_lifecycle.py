@@ -325,7 +325,10 @@ def test_a_restarted_slurmd_disturbs_no_role_and_starts_the_next_one(toy: SlurmT
     toy.cluster.on("n2", "kill", "-9", str(before["pid"]))
     again = lambda: toy.run.endpoint("inference-0").exists() and toy.endpoint("inference-0")  # noqa: E731
     wait_for(lambda: (now := again()) and now["incarnation"] == 1, "its next life", tell=toy.words)
-    assert toy.endpoint("inference-0")["host"] == "n2" and toy.snapshot().restarts == {"inference-0": 1}
+    assert toy.endpoint("inference-0")["host"] == "n2"
+    wait_for(
+        lambda: toy.snapshot().restarts == {"inference-0": 1}, "its restart in the state", tell=toy.words
+    )
     finish(toy)
 
 
