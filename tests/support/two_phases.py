@@ -10,6 +10,7 @@ Tests of a module whose setup failed with one error are one failure: that of the
 marker ``quarantine`` runs, is reported, and does not decide.
 
 Processes that tests leave behind are ended at the end, also after Ctrl-C or SIGTERM, and their command lines printed.
+Shared memory that tests leave behind (of killed processes) is deleted, and its names printed.
 
 The module is also the pytest plugin that records the outcomes as JSON in the file $TWO_PHASES_OUTCOMES.
 Exit status: 0 passed, 1 failed, 2 pytest could not run, 130 interrupted.
@@ -22,11 +23,13 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ LEAST_DISK_GIB = 10
 GRACE_S = 10.0
 """Time for pytest to end after an interrupt, and for leftover processes to end after SIGTERM."""
 INTERRUPTED = 130
+SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -185,6 +189,31 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
+def shared_memory_names() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.is_file()}
+
+
+def mapped_names() -> set[str]:
+    """Names of shared memory that a process uses, which may belong to another test run."""
+    found: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or belongs to another user, as do its segments
+            found.update(re.findall(rf"{SHARED_MEMORY}/(\S+)", path.read_text(errors="replace")))
+    return found
+
+
+def delete_shared_memory(before: set[str]) -> None:
+    """Delete what is not in ``before`` and what no process uses, then and a second later: not even one that starts."""
+    left = shared_memory_names() - before - mapped_names()
+    if left:
+        time.sleep(1.0)
+        left -= mapped_names()
+    for name in sorted(left):
+        with contextlib.suppress(OSError):  # another user's
+            (SHARED_MEMORY / name).unlink()
+            print(f"two_phases: deleting the shared memory that a test left: {name}", flush=True)
+
+
 def by_cause(failed: dict[str, str], in_setup: list[str]) -> dict[str, str]:
     """Return ``failed`` with one entry for all tests of a module whose setup failed with the same error."""
     shared: dict[tuple[str, str], list[str]] = {}
@@ -264,6 +293,7 @@ def main() -> int:
         )
         return 2
     adopt_orphans()
+    before = shared_memory_names()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, raise_interrupted)
     try:
@@ -273,6 +303,7 @@ def main() -> int:
         print(f"two_phases: interrupted by {signal_name}", flush=True)
         return INTERRUPTED
     finally:
+        delete_shared_memory(before)
         print(describe_machine(), flush=True)
 
 

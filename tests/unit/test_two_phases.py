@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
+from tests.support.two_phases import delete_shared_memory, shared_memory_names
 
 ONCE = """
 import os, signal, subprocess, sys, threading
@@ -37,6 +39,12 @@ LEAVES = """
 def test_leaves_a_process():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"], start_new_session=True)
     Path(__file__).with_name("left").touch()
+"""
+LEAVES_MEMORY = """
+def test_leaves_shared_memory():
+    name = Path("/dev/shm", "test_two_phases_" + str(os.getpid()))
+    name.touch()
+    Path(__file__).with_name("left").write_text(str(name))
 """
 FIXTURE_FAILS = """
 @pytest.fixture(scope="module")
@@ -147,6 +155,23 @@ def test_processes_that_a_test_left_are_ended_and_named(tmp_path: Path) -> None:
     (line,) = [line for line in lines if "ending what a test left" in line]
     pid = int(line.partition("left: ")[2].split()[0])
     assert "time.sleep(900)" in line and not psutil.pid_exists(pid)
+
+
+def test_shared_memory_that_a_test_left_is_deleted(tmp_path: Path) -> None:
+    status, lines = run(tmp_path / "suite", LEAVES_MEMORY)
+    assert status == 0, "\n".join(lines)
+    left = Path((tmp_path / "suite" / "left").read_text())
+    assert any(line.endswith(f"that a test left: {left.name}") for line in lines) and not left.exists()
+
+
+def test_shared_memory_that_a_process_uses_is_not_deleted() -> None:
+    used = SharedMemory(create=True, size=4096)
+    try:
+        delete_shared_memory(shared_memory_names() - {used.name})
+        assert used.name in shared_memory_names()
+    finally:
+        used.close()
+        used.unlink()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,8 +4,9 @@
 
 Engines and torchrun start grandchildren that survive a kill -9 of their parent. The guard is a *child subreaper*
 (prctl(2)), so every orphan below it becomes its child and is found in /proc and killed; and it sets a parent-death
-signal, so it ends when its own parent dies. It exits with the command's code, or 128 + signal. It uses the standard
-library only, because it must start within milliseconds in every role's interpreter.
+signal, so it ends when its own parent dies. Python's resource trackers are killed last: they delete the shared memory
+of the others, which would otherwise occupy the node's memory after the job. The guard exits with the command's code, or
+128 + signal. It uses the standard library only, because it must start within milliseconds in every role's interpreter.
 
 In a SLURM step (``--notice FILE``) SIGTERM comes from SLURM, which is about to reclaim the nodes: a preemption signals
 the steps long before the batch process. The guard then only creates FILE, a request to save and stop, and leaves the
@@ -40,6 +41,8 @@ from primerl_hpc.runtime.steps.private_tmp import PrivateTmp
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 GIVE_UP_S = 20.0
 """A process that survives SIGKILL this long is blocked in the kernel; the job does not wait for it."""
+TRACKERS_S = 5.0
+"""How long resource trackers may delete the shared memory of killed processes; it takes milliseconds."""
 PEERS_S = 20.0
 """How long a task that succeeded waits for the other tasks of its step to end."""
 LOG_RETRY_S = 60.0
@@ -96,6 +99,20 @@ def signal_all(pids: list[int], number: int) -> None:
             continue
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """True for the process of Python's multiprocessing that deletes shared memory after all its users have ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
+
+
+def kill_all(pids: list[int], *, with_trackers: bool = False) -> None:
+    """Send SIGKILL; unless ``with_trackers``, spare resource trackers, which end by themselves after the others."""
+    signal_all([pid for pid in pids if with_trackers or not is_resource_tracker(pid)], signal.SIGKILL)
+
+
 def drop_variables(environ: MutableMapping[str, str]) -> None:
     """Delete variables that match none of the patterns in PRIMERL_KEPT_ENV (separated by spaces), if that is set."""
     patterns = environ.get("PRIMERL_KEPT_ENV", "*").split()
@@ -121,7 +138,7 @@ def end_descendants(grace_s: float, give_up_s: float = GIVE_UP_S) -> list[int]:
         reap_all()
         now = time.monotonic()
         if now >= deadline:
-            signal_all(left, signal.SIGKILL)
+            kill_all(left, with_trackers=now >= deadline + TRACKERS_S)
         if now >= deadline + give_up_s:
             return left
         time.sleep(0.02)
@@ -216,7 +233,7 @@ class Guard:
             pids = () if self.oom.path else (self.child.pid, *children_of(self.child.pid))
             self.oom.check(pids)
             if self.kill_at is not None and time.monotonic() > self.kill_at:
-                signal_all(descendants_of(os.getpid()), signal.SIGKILL)
+                kill_all(descendants_of(os.getpid()))
                 if time.monotonic() > self.kill_at + GIVE_UP_S:
                     return -signal.SIGKILL
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Set
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.runtime.steps.guard import GIVE_UP_S, children_of, descendants_of, signal_all
+from primerl_hpc.runtime.steps.guard import GIVE_UP_S, TRACKERS_S, children_of, descendants_of, kill_all
 from primerl_hpc.runtime.types import ExitStatus, Launch
 
 
@@ -58,7 +58,7 @@ class LocalStep:
 
     async def kill(self) -> None:
         if self.child is not None and self.child.returncode is None:
-            signal_all([*descendants_of(self.child.pid), self.child.pid], signal.SIGKILL)
+            kill_all([*descendants_of(self.child.pid), self.child.pid])
 
 
 async def end_orphans(living: Iterable[LocalStep], inherited: Set[int]) -> None:
@@ -67,13 +67,14 @@ async def end_orphans(living: Iterable[LocalStep], inherited: Set[int]) -> None:
     ``inherited``: children that the batch script had before it became this process. No other may be started meanwhile.
     """
     spared = inherited | {step.child.pid for step in living if step.child is not None}
-    deadline = time.monotonic() + GIVE_UP_S
+    start = time.monotonic()
     while orphans := [pid for pid in children_of(os.getpid()) if pid not in spared]:
-        signal_all([pid for orphan in orphans for pid in (orphan, *descendants_of(orphan))], signal.SIGKILL)
+        pids = [pid for orphan in orphans for pid in (orphan, *descendants_of(orphan))]
+        kill_all(pids, with_trackers=time.monotonic() > start + TRACKERS_S)
         for pid in orphans:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > deadline:
+        if time.monotonic() > start + GIVE_UP_S:
             return
         await asyncio.sleep(0.02)
 

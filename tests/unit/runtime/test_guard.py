@@ -81,6 +81,59 @@ def test_the_guard_forwards_sigterm_and_returns_the_commands_exit_code(
     assert all_gone(below)
 
 
+# A command and its child share memory and are deaf to SIGTERM.
+SHARING = """
+import multiprocessing, os, signal, time
+from multiprocessing.shared_memory import SharedMemory
+
+def stay(name):
+    segment = SharedMemory(name)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(os.getppid(), name, flush=True)
+    time.sleep(7200)
+
+if __name__ == "__main__":
+    segment = SharedMemory(create=True, size=4096)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    multiprocessing.get_context("spawn").Process(target=stay, args=(segment.name,)).start()
+    time.sleep(7200)
+"""
+
+
+@pytest.mark.parametrize("is_command_killed", [True, False], ids=["command killed", "guard terminated"])
+def test_shared_memory_of_killed_processes_is_deleted(tmp_path: Path, is_command_killed: bool) -> None:
+    script, out = tmp_path / "sharing.py", tmp_path / "out"
+    script.write_text(SHARING)
+    with out.open("wb") as file:
+        guard = subprocess.Popen([*GUARD, sys.executable, str(script)], stdout=file)
+    wait_for(lambda: out.read_text().endswith("\n"))
+    command, name = out.read_text().split()
+    assert Path("/dev/shm", name).exists()
+    if is_command_killed:
+        os.kill(int(command), signal.SIGKILL)
+    else:
+        guard.terminate()
+    assert guard.wait(timeout=PATIENCE_S) == 128 + signal.SIGKILL
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_resource_tracker_that_does_not_end_is_killed() -> None:
+    code = textwrap.dedent(
+        """
+        import subprocess, sys
+        from primerl_hpc.runtime.steps import guard
+
+        guard.TRACKERS_S = 0.0
+        tracker = "import time; 'multiprocessing.resource_tracker'; time.sleep(7200)"
+        child = subprocess.Popen([sys.executable, "-c", tracker])
+        guard.kill_all([child.pid])
+        assert child.poll() is None
+        assert guard.end_descendants(grace_s=0.0) == []
+        """
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=True)
+
+
 def test_the_tree_ends_when_the_guards_parent_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     parent_code = f"import subprocess, sys\nsubprocess.run({[*GUARD, sys.executable, '-c', FAMILY]!r})"
