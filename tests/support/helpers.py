@@ -48,8 +48,12 @@ TOY_RECIPE: dict[str, Any] = {
 """Recipe of runs whose processes are scripts of a test."""
 
 
-PATIENCE_S = 600.0 * float(os.environ.get("PRIMERL_TEST_PATIENCE") or 1)
-"""Limit of each wait of a test, in seconds: a busy machine does not reach it, a hang does."""
+PATIENCE_S = 600.0 * float(os.environ.get("TEST_PATIENCE") or 1)
+"""Limit of each wait of a test, in seconds: a busy machine does not reach it, a hang does. $PRIMERL_TEST_PATIENCE
+multiplies it (`tests.support.isolation`)."""
+POLL_S = float(os.environ.get("TEST_POLL_S") or 0.05)
+"""Seconds between two looks of a test ($PRIMERL_TEST_POLL_S). A test that passes with 5 s does not depend on a state
+that ends by itself, which it may miss on a busy machine."""
 
 
 def wait_for(
@@ -59,7 +63,7 @@ def wait_for(
     deadline = time.monotonic() + PATIENCE_S
     while not (seen := condition()):
         _check_deadline(deadline, what, seen, tell)
-        time.sleep(0.05)
+        time.sleep(POLL_S)
 
 
 async def wait_for_async(

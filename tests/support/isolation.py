@@ -58,7 +58,9 @@ OF_OTHERS = (
     "FORCE_COLOR",
 )
 """Prefixes of variables that change what commands, runs or libraries do."""
-KEPT = ("PRIMERL_TEST_", "PRIMERL_VENV")
+KEPT = ("PRIMERL_VENV",)
+OF_TESTS = "PRIMERL_TEST_"
+"""Variables of the test run itself, which tests read without ``PRIMERL_``: commands refuse unknown names with it."""
 PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 SET = {"LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -66,6 +68,8 @@ SET = {"LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 def isolate(home: Path, environ: MutableMapping[str, str] = os.environ) -> None:
     """Remove variables of others from ``environ``; set an empty home folder, the language C.UTF-8 and umask 022."""
     for name in list(environ):
+        if name.startswith(OF_TESTS):
+            environ[name.removeprefix("PRIMERL_")] = environ[name]
         is_of_others = name.startswith(OF_OTHERS) and not name.startswith(KEPT)
         if is_of_others or name.lower() in PROXIES:
             del environ[name]
