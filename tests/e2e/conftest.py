@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from primerl_hpc.run.rundir import RunDir
@@ -55,7 +57,8 @@ def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield submit
     for run in started:
         for process in processes_of(run.root):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
 
 
 @pytest.fixture(scope="session")

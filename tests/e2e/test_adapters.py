@@ -21,6 +21,7 @@ from primerl_hpc.run.step_dirs import STABLE
 from tests.e2e.test_trainer import make_run, sft_recipe
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
+from tests.support.hold import Hold
 from tests.support.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 
 pytestmark = pytest.mark.e2e
@@ -66,9 +67,11 @@ def test_reward_rises_when_only_adapters_are_trained_and_the_engine_is_killed(
     from transformers import AutoModelForCausalLM
 
     changes = ("lora.rank=8", "lora.alpha=16", "optimizer.lr=2e-3", "rollouts.batch_size=64")
-    run = start("adapters", *changes, f"max_steps={STEPS}")
+    hold = Hold(work / "runs" / "adapters", after=5)
+    run = start("adapters", hold.environment, *hold.variables, *changes, f"max_steps={STEPS}")
     wait_in_run(run, lambda: 3 in versions_served(run), "policy 3 at the engine")
     process_of(run.root, "inference-0").kill()
+    hold.end()
     assert wait_for_end(run) == RunState.DONE
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
     live = versions_served(run)

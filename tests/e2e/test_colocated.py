@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from primerl_hpc.common.files import read_json
@@ -16,10 +15,10 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.turns import read_grant, read_request
 from tests.support.helpers import wait_for
+from tests.support.hold import Hold
 from tests.support.runs import (
     command,
     events,
-    find_process,
     last_step,
     process_of,
     processes_of,
@@ -34,36 +33,19 @@ pytestmark = pytest.mark.e2e
 ENGINE, TRAINER = "inference-0", "trainer-0"
 
 
-def stop_in_a_turn(run: RunDir, after_step: int) -> Callable[[], None]:
-    """Freeze the trainer's rank while it has the accelerator; return a function that lets it continue."""
-
-    frozen: list[psutil.Process] = []
-
-    def is_frozen() -> bool:
-        grant = read_grant(run)
-        if last_step(run) < after_step or grant is None or grant.trainer is None:
-            return False
-        if (rank := find_process(run.root, TRAINER, 2)) is None:
-            return False
-        rank.suspend()
-        grant, request = read_grant(run), read_request(run, TRAINER, 1)
-        if grant is not None and request is not None and grant.trainer and not request.is_released:
-            frozen.append(rank)
-            return True
-        rank.resume()  # the turn ended before
-        return False
-
-    wait_in_run(run, is_frozen, f"a turn of the trainer after step {after_step}")
-    return frozen[0].resume
-
-
-def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Callable[..., RunDir]) -> None:
+def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(
+    start: Callable[..., RunDir], work: Path
+) -> None:
     """The engine is killed while it sleeps, and must not start before the trainer's turn is over.
 
     The trainer is killed while the engine serves. Its successor builds its model only when the engine sleeps.
     """
+    hold = Hold(work / "runs" / "colocated", after=8, turn=4)
     run = start(
         "colocated",
+        hold.environment,
+        hold.loss,
+        *hold.variables,
         "layout.trainer.ranks=1",
         "layout.colocated=true",
         "environments.eval=[]",
@@ -77,7 +59,7 @@ def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Call
     slots = {process["name"]: process["accelerators"] for process in plan["phases"][0]["processes"]}
     assert slots[ENGINE] == slots[TRAINER] == [0]
 
-    resume = stop_in_a_turn(run, after_step=2)
+    hold.wait_for_turn()
     process_of(run.root, ENGINE).send_signal(signal.SIGKILL)
     wait_in_run(
         run,
@@ -85,7 +67,7 @@ def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Call
         "the engine's successor to ask for its turn",
     )
     assert not [row for row in events(run, "role_ready") if row["process"] == ENGINE][1:]
-    resume()
+    hold.end_turn()
     wait_in_run(
         run, lambda: len([row for row in events(run, "role_ready") if row["process"] == ENGINE]) == 2,
         "the engine to serve again",
@@ -93,14 +75,15 @@ def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(start: Call
 
     def is_engines_turn() -> bool:
         grant = read_grant(run)
-        return last_step(run) >= 5 and grant is not None and grant.trainer is None
+        return last_step(run) >= 8 and grant is not None and grant.trainer is None
 
     wait_in_run(run, is_engines_turn, "a turn of the engine")
     process_of(run.root, TRAINER, 2).send_signal(signal.SIGKILL)
+    hold.end()
     assert wait_for_end(run) == RunState.DONE, told(run)
 
     recoveries = events(run, "recovery_started")
-    assert len(recoveries) == 1 and recoveries[0]["signal"] == "SIGKILL" and recoveries[0]["after_step"] >= 4
+    assert len(recoveries) == 1 and recoveries[0]["signal"] == "SIGKILL" and recoveries[0]["after_step"] >= 8
     assert len(events(run, "attempt_started")) == 1 and not events(run, "role_hung")
     incarnations = {name: each["incarnation"] for name, each in read_json(run.state)["processes"].items()}
     assert (incarnations[ENGINE], incarnations[TRAINER], incarnations["orchestrator-0"]) == (1, 1, 1)
@@ -120,6 +103,7 @@ def test_a_turn_of_adapters_is_saved_before_the_walltime_and_fixed_shares_need_n
 
     Then the same run with fixed shares of the memory: both sides work at the same time.
     """
+    hold = Hold(work / "runs" / "adapters-in-turns", after=8, turn=4)
     small = (
         "layout.trainer.ranks=1",
         "environments.eval=[]",
@@ -130,19 +114,23 @@ def test_a_turn_of_adapters_is_saved_before_the_walltime_and_fixed_shares_need_n
     )
     run = start(
         "adapters-in-turns",
+        hold.environment,
+        hold.loss,
+        *hold.variables,
         *small,
         "layout.colocated=true",
         "rollouts.max_off_policy_steps=0",
         "max_steps=24",
     )
-    resume = stop_in_a_turn(run, after_step=2)
+    hold.wait_for_turn()
     os.kill(read_json(run.state)["pid"], signal.SIGUSR2)
     wait_in_run(run, run.stop_request.exists, "the request to save and stop")
-    resume()
+    hold.end_turn()
     assert wait_for_end(run) == RunState.STOPPED, told(run)
     saved = run.latest_checkpoint()
-    assert saved is not None and saved == last_step(run) < 20
+    assert saved is not None and saved == last_step(run) < 12
     wait_for(lambda: not processes_of(run.root), "the batch process to end")
+    hold.move(after=saved + 2)
     command("resume", run.root.name, cwd=work)
 
     def is_engines_turn() -> bool:

@@ -25,6 +25,7 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
 from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
+from tests.support.hold import Hold
 from tests.support.runs import (
     command,
     events,
@@ -89,7 +90,8 @@ def test_reward_rises_when_every_role_is_killed_once(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
     profile, python = profile_with_a_trainers_own_environment(work)
-    run = start("killed", profile=str(profile))
+    hold = Hold(work / "runs" / "killed", after=9)
+    run = start("killed", hold.environment, *hold.variables, profile=str(profile))
     servers = [(1, "env_server-0", 1), (3, "router-0", 1), (5, "inference-0", 1)]
     learners = [(9, "trainer-0", 2), (13, "orchestrator-0", 1)]
     before_kills = []
@@ -97,6 +99,8 @@ def test_reward_rises_when_every_role_is_killed_once(
         wait_in_run(run, lambda step=step: last_step(run) >= step, f"step {step}")
         before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
+    served = len(versions_served(run))
+    wait_in_run(run, lambda: len(versions_served(run)) > served, "a policy at the engine's successor")
     interpreters = [
         process_of(run.root, *which).cmdline()[0] for which in (("trainer-0", 2), ("orchestrator-0",))
     ]
@@ -109,6 +113,7 @@ def test_reward_rises_when_every_role_is_killed_once(
             lambda name=name: name in {row["process"] for row in events(run, "recovery_started")},
             f"the recovery from the end of {name}",
         )
+        hold.move(after=step + 4)
     assert wait_for_end(run) == RunState.DONE, run.events.read_text()[-2000:]
     # The supervisor writes the last state and then ends, the batch process after it.
     wait_for(lambda: not processes_of(run.root), "the batch process to end")
@@ -150,13 +155,15 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     profile = work / "with-storage.yaml"
     storage = "storage: {project: {path: $PRIMERL_HOME/project, holds: [checkpoints, weights]}}\n"
     profile.write_text((ROOT / "cluster_profiles" / "local.yaml").read_text() + storage)
+    hold = Hold(work / "runs" / "resumed", after=5)
     run = start(
         "resumed",
         "max_steps=16",
         *SMALL,
         "layout.trainer.ranks=1",
         "recovery.in_place=false",
-        "environments.train=[{id: reverse-text, curriculum: {type: difficulty_pools}}]",
+        "environments.train=[{id: held-reverse-text, curriculum: {type: difficulty_pools}}]",
+        *hold.variables,
         "rollouts.adaptive_concurrency.start=64",
         profile=str(profile),
     )
@@ -173,6 +180,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     wait_for(lambda: not any(map(is_alive, before)), "every process to end")
 
     # a cancel saves both sides
+    hold.move(after=9)  # not every step that the first attempt made is in its checkpoint
     command("resume", run.root.name, cwd=work)
     wait_in_run(run, lambda: 7 in steps_of(run, attempt=2), "two steps more")
     said = json.loads(command("cancel", run.root.name, "--wait", "--json", cwd=work).stdout)
@@ -182,6 +190,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     wait_for(lambda: not processes_of(run.root), "every process to end")
 
     # without its supervisor a run ends
+    hold.move(after=13)
     command("resume", run.root.name, cwd=work)
     wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > cancelled_at, "a checkpoint")
     before = [each for each in processes_of(run.root) if "submitit" not in " ".join(each.cmdline())]
@@ -190,6 +199,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     assert take_snapshot(run).state == RunState.FAILED
     last_saved = run.latest_checkpoint()
 
+    hold.end()
     done = command("resume", run.root.name, "--follow", cwd=work, timeout_s=PATIENCE_S, check=False)
     assert done.returncode == ExitCode.DONE, done.stdout[-2000:] + done.stderr
     assert f"continues after step {last_saved}" in done.stdout

@@ -22,6 +22,7 @@ from primerl_hpc.transport.weights.types import DeltaChain
 from tests.support.accounts import contradictions
 from tests.support.api import Request, chat_completion, serve
 from tests.support.helpers import PATIENCE_S
+from tests.support.hold import Hold
 from tests.support.runs import (
     SFT_RECIPE,
     TINY,
@@ -74,10 +75,20 @@ def test_opd_learns_from_a_teacher_that_is_restarted_and_its_engine_follows_delt
 ) -> None:
     teacher = f"{{model: {{name: {better_model}, dtype: float32}}, inference: {{kv_cache_gib: 0.125}}}}"
     weights = "weights={transport: delta, full_interval: 4, keep_last: 20}"
-    run = start("opd", *SHORT, "algorithm={type: opd}", f"teacher={teacher}", weights)
+    hold = Hold(work / "runs" / "opd", after=3)
+    run = start(
+        "opd",
+        hold.environment,
+        *hold.variables,
+        *SHORT,
+        "algorithm={type: opd}",
+        f"teacher={teacher}",
+        weights,
+    )
     wait_in_run(run, lambda: 1 in versions_served(run), "policy 1 at the engine")
     run.full_weights_request.touch()
     process_of(run.root, "teacher-0").kill()
+    hold.end()
     assert_it_learnt(run, "ref_kl")
     assert not contradictions(run)
     assert_links_lead_to_the_whole_versions(run, tmp_path)
@@ -128,17 +139,19 @@ def reversing_api() -> Iterator[Api]:
 
 
 def test_sft_distill_learns_from_any_chat_api_and_updates_an_engine_that_is_killed(
-    start: Callable[..., RunDir], reversing_api: Api, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., RunDir], work: Path, reversing_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "theirs")
     teacher = f"{{base_url: '{reversing_api.url}', model: {{name: reverser}}, key_variable: THEIR_KEY}}"
     weights = "weights={transport: broadcast, full_interval: 100}"
     kind = ("algorithm={type: sft_distill}", "rollouts.batch_size=64")
-    run = start("distilled", *SHORT, *kind, f"teacher={teacher}", weights)
+    hold = Hold(work / "runs" / "distilled", after=4)
+    run = start("distilled", hold.environment, *hold.variables, *SHORT, *kind, f"teacher={teacher}", weights)
     wait_in_run(run, lambda: 0 in read_steps(run.metrics("eval")), "the evaluation of the untaught policy")
     reversing_api.is_open.set()
     wait_in_run(run, lambda: 2 in versions_served(run), "policy 2 at the engine")
     process_of(run.root, "inference-0").kill()
+    hold.end()
     assert_it_learnt(run, "ce")
     assert {row["process"] for row in events(run, "role_restarting")} == {"inference-0"}
     log = (run.attempt_logs(1) / "inference" / "0.log").read_text(errors="replace")

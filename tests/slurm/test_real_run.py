@@ -26,6 +26,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from tests.support.accounts import contradictions, mismatch_with_and_without_staleness
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model, wait_for
+from tests.support.hold import Hold
 from tests.support.real_slurm import SMALL, RealRun
 from tests.support.serving import hf_logprobs
 from tests.support.virtual_slurm import Cluster, run_cli
@@ -136,7 +137,7 @@ def check_sft(run: RunDir, nodes: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
-    submit: Callable[..., RealRun],
+    submit: Callable[..., RealRun], tmp_path: Path
 ) -> None:
     """The trainer's job is preempted: it saves, loses no step, and finds both engines again.
 
@@ -144,7 +145,13 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     """
     engines_of = {"elastic": True, "replicas": 2, "partition": "main"}
     layout = {"inference": engines_of, "trainer": {"ranks": 2}}
-    real = submit("elastic", {"layout": layout, "max_steps": 40}, "--partition", "preemptible", slots=2)
+    hold = Hold(tmp_path / "runs" / "elastic", after=30)
+    changes = [word for text in (hold.environment, *hold.variables) for word in ("--set", text)]
+    recipe = {"layout": layout, "max_steps": 40}
+    real = submit("elastic", recipe, "--partition", "preemptible", *changes, slots=2)
+
+    def names_of_events() -> set[str]:
+        return {row["event"] for row in read_jsonl(real.run.events)}
 
     def lives(event: str) -> list[tuple[str, int]]:
         rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
@@ -154,7 +161,7 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", real.words)
     urgent = ["sbatch", "--parsable", f"--nodelist={read_json(real.run.state)['hosts'][0]}", "--exclusive"]
     taker = ask([*urgent, "--output=/dev/null", "--wrap=sleep 600"]).strip()
-    wait_for(lambda: real.state == RunState.PENDING, "its preemption", tell=real.words)
+    wait_for(lambda: "run_requeued" in names_of_events(), "its preemption", tell=real.words)
     subprocess.run(["scancel", taker], check=True)
     wait_for(lambda: len(lives("engine_joined")) == 4, "both engines in attempt 2", tell=real.words)
     engines = read_json(real.run.job)["engines_job_id"]
@@ -162,6 +169,7 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     wait_for(lambda: ("inference-0", 1) in lives("engine_left"), "its leave", tell=real.words)
     subprocess.run(["scontrol", "requeue", f"{engines}_1"], check=True)
     wait_for(lambda: ("inference-1", 1000) in lives("engine_joined"), "its return", real.words)
+    hold.end()
     real.wait_for_state(RunState.DONE)
     steps = read_steps(real.run.metrics("trainer"))
     assert list(steps) == list(range(1, 41)) and not real.repeated_steps()

@@ -136,7 +136,7 @@ def main(folder: Path) -> int:
             children.append(child)
         failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
         for segment in Path("/dev/shm").glob(f"{folder.name}-1-{store_name(layout)}*"):
-            segment.unlink()
+            segment.unlink(missing_ok=True)
     return failed
 
 

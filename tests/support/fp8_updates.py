@@ -120,7 +120,7 @@ def main(folder: Path) -> int:
                     os._exit(1)
             failed += os.waitpid(child, 0)[1] != 0
     for segment in Path("/dev/shm").glob(f"{folder.name}-*"):
-        segment.unlink()
+        segment.unlink(missing_ok=True)
     return failed
 
 
