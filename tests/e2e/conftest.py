@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from primerl_hpc.run.rundir import RunDir
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.helpers import make_tiny_model
-from tests.support.runs import RL_RECIPE, SFT_RECIPE, TINY, command, processes_of
+from tests.support.runs import RL_RECIPE, SFT_RECIPE, TINY, command, kill_processes_of
 
 if TYPE_CHECKING:
     from primerl_hpc.trainer.parallel.mesh import World
@@ -56,9 +54,7 @@ def start(work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     yield submit
     for run in started:
-        for process in processes_of(run.root):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                process.kill()
+        kill_processes_of(run.root)
 
 
 @pytest.fixture(scope="session")

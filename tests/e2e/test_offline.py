@@ -17,7 +17,7 @@ from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
 from tests.support.hub import files_of, serve_hub
-from tests.support.runs import TINY, processes_of, told
+from tests.support.runs import TINY, kill_processes_of, told
 
 pytestmark = pytest.mark.e2e
 
@@ -72,7 +72,7 @@ def test_a_run_needs_no_network_after_prefetch(tmp_path: Path, request: pytest.F
     }
     where = ("offline.yaml", "-p", "local", "--profile-set", f"cache={tmp_path}/cache")
     run = RunDir(tmp_path / "run")
-    request.addfinalizer(lambda: [process.kill() for process in processes_of(run.root)])
+    request.addfinalizer(lambda: kill_processes_of(run.root))
     submit = ("submit", *where, "--run-dir", str(run.root), "--follow")
 
     done = primerl(tmp_path, *submit, before=tuple(ALONE))

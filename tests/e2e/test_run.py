@@ -30,6 +30,7 @@ from tests.support.runs import (
     command,
     events,
     find_process,
+    kill_processes_of,
     last_step,
     process_of,
     processes_of,
@@ -62,7 +63,7 @@ def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
     monkeypatch.setenv("PRIMERL_HOME", str(work / "state"))
     run = RunDir(work / "runs" / "watched")
     words = ("submit", "sft.yaml", "-p", "local", "--set", "max_steps=40", "--follow")
-    request.addfinalizer(lambda: [process.kill() for process in processes_of(run.root)])
+    request.addfinalizer(lambda: kill_processes_of(run.root))
     with Terminal("primerl_hpc", *words, "--run-dir", str(run.root), cwd=work) as terminal:
         terminal.wait_for("starting sft")
         wait_in_run(run, lambda: find_process(run.root, "sft-0"), "the trainer's process")

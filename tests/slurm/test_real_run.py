@@ -209,8 +209,12 @@ def test_an_inference_run_reports_its_address_and_serves(
     chat = ("chat", str(real.run.root), "--prompt", "abc", "--max-tokens", "4", "--json")
     said = json.loads(run_cli(*chat).stdout)
     assert 1 <= said["tokens"] <= 4 and said["versions"] == [0]
-    ready = [row for row in read_jsonl(real.run.events) if row["event"] == "role_ready"]
-    assert {row["process"] for row in ready} == {"inference-0", "router-0"}
+
+    def ready() -> set[str]:
+        return {row["process"] for row in read_jsonl(real.run.events) if row["event"] == "role_ready"}
+
+    # the supervisor records it a moment after the engine has written its address
+    wait_for(lambda: ready() == {"inference-0", "router-0"}, "the events", real.words)
     assert url in run_cli("status", str(real.run.root)).stdout
     assert run_cli("cancel", str(real.run.root), "--wait").returncode == 0
     assert real.state == RunState.STOPPED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -76,6 +77,12 @@ def processes_of(root: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return [process for process in found.values() if is_alive(process)]
+
+
+def kill_processes_of(root: Path) -> None:
+    for process in processes_of(root):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            process.kill()
 
 
 def find_process(root: Path, name: str, depth: int = 1) -> psutil.Process | None:
