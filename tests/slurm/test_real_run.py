@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from primerl_hpc.common.document import dump_yaml, load_yaml
-from primerl_hpc.common.files import read_json, read_jsonl
+from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import WARMUP_PHASE, RunState
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import read_endpoint
@@ -28,6 +28,7 @@ from tests.support.accounts import contradictions, mismatch_with_and_without_sta
 from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model, wait_for
 from tests.support.hold import Hold
 from tests.support.real_slurm import SMALL, RealRun
+from tests.support.runs import events
 from tests.support.serving import hf_logprobs
 from tests.support.virtual_slurm import Cluster, run_cli
 
@@ -150,18 +151,14 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     recipe = {"layout": layout, "max_steps": 40}
     real = submit("elastic", recipe, "--partition", "preemptible", *changes, slots=2)
 
-    def names_of_events() -> set[str]:
-        return {row["event"] for row in read_jsonl(real.run.events)}
-
     def lives(event: str) -> list[tuple[str, int]]:
-        rows = [row for row in read_jsonl(real.run.events) if row["event"] == event]
-        return [(row["process"], row["incarnation"]) for row in rows]
+        return [(row["process"], row["incarnation"]) for row in events(real.run, event)]
 
     wait_for(lambda: len(lives("engine_joined")) == 2, "two engines", real.words)
     wait_for(lambda: read_steps(real.run.metrics("trainer")), "a step", real.words)
     urgent = ["sbatch", "--parsable", f"--nodelist={read_json(real.run.state)['hosts'][0]}", "--exclusive"]
     taker = ask([*urgent, "--output=/dev/null", "--wrap=sleep 600"]).strip()
-    wait_for(lambda: "run_requeued" in names_of_events(), "its preemption", tell=real.words)
+    wait_for(lambda: events(real.run, "run_requeued"), "its preemption", tell=real.words)
     subprocess.run(["scancel", taker], check=True)
     wait_for(lambda: len(lives("engine_joined")) == 4, "both engines in attempt 2", tell=real.words)
     engines = read_json(real.run.job)["engines_job_id"]
@@ -211,7 +208,7 @@ def test_an_inference_run_reports_its_address_and_serves(
     assert 1 <= said["tokens"] <= 4 and said["versions"] == [0]
 
     def ready() -> set[str]:
-        return {row["process"] for row in read_jsonl(real.run.events) if row["event"] == "role_ready"}
+        return {row["process"] for row in events(real.run, "role_ready")}
 
     # the supervisor records it a moment after the engine has written its address
     wait_for(lambda: ready() == {"inference-0", "router-0"}, "the events", real.words)

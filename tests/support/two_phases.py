@@ -203,7 +203,10 @@ def mapped_names() -> set[str]:
 
 
 def delete_shared_memory(before: set[str]) -> None:
-    """Delete what is not in ``before`` and what no process uses, then and a second later: not even one that starts."""
+    """Delete names that are not in ``before`` and that no process maps.
+
+    A process that starts maps its memory a moment after it has created the name, so a second check follows after 1 s.
+    """
     left = shared_memory_names() - before - mapped_names()
     if left:
         time.sleep(1.0)
