@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.helpers import ROOT
+from tests.support.isolation import isolate
 
 SHOWS = """
 import json, os
@@ -68,5 +71,20 @@ def test_nothing_of_the_shell_reaches_a_test_or_a_worker(tmp_path: Path) -> None
         assert seen["umask"] == 0o022 and seen["home"] == []
         assert environ["HOME"] != str(folder / "home") and not Path(environ["HOME"]).exists()
         kept = {name: value for name, value in HOSTILE.items() if environ.get(name) == value}
-        assert not kept and environ["TEST_PATIENCE"] == "2"
+        assert not kept and environ["TEST_PATIENCE"] == "2.0"
         assert (environ["LANG"], environ["OMP_NUM_THREADS"]) == ("C.UTF-8", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PRIMERL_TEST_PATIENCE", "long", "PRIMERL_TEST_PATIENCE=long is not a number above zero"),
+        ("PRIMERL_TEST_POLL_S", "0", "PRIMERL_TEST_POLL_S=0 is not a number above zero"),
+        ("PRIMERL_TEST_PATIENC", "2", "PRIMERL_TEST_PATIENC is unknown"),
+    ],
+)
+def test_a_wrong_variable_of_the_test_run_is_named(
+    tmp_path: Path, name: str, value: str, message: str
+) -> None:
+    with pytest.raises(pytest.UsageError, match=message):
+        isolate(tmp_path, {name: value})
