@@ -292,11 +292,11 @@ def real_state(
         if not fact.has_ended:
             return RunState.STOPPING, "SLURM is ending its job, and may requeue it"
         if fact.state in _ENDED_BY_SLURM:  # the failure inside the job is a consequence
-            return _state_of_ended_job(fact, run.root.name)
+            return _state_of_ended_job(run, fact)
     if written.is_final:
         return written, state.get("message")
     if fact is not None and fact.has_ended:
-        return _state_of_ended_job(fact, run.root.name)
+        return _state_of_ended_job(run, fact)
     if written == RunState.PENDING:  # requeued by the supervisor
         return written, state.get("message")
     owner = read_json_or_none(run.supervisor_lock)
@@ -334,11 +334,15 @@ def is_from_latest_job(state: dict[str, Any], job: dict[str, Any]) -> bool:
     return int(state.get("attempt", 0)) >= int(job.get("attempt", 0))
 
 
-def _state_of_ended_job(fact: JobFact, name: str) -> tuple[RunState, str]:
+def _state_of_ended_job(run: RunDir, fact: JobFact) -> tuple[RunState, str]:
     """Return state and message of a run whose job ended before the supervisor could write its final state."""
-    advice = f"continue with: primerl-hpc resume {shlex.quote(name)}"
+    advice = f"continue with: primerl-hpc resume {shlex.quote(run.root.name)}"
     if fact.state == "CANCELLED":
-        return RunState.CANCELLED, f"its job was canceled before the run saved a checkpoint; {advice}"
+        step = run.latest_checkpoint()
+        saved = (
+            "before the run saved a checkpoint" if step is None else f"after the checkpoint of step {step}"
+        )
+        return RunState.CANCELLED, f"its job was canceled {saved}; {advice}"
     detail = f" ({fact.reason})" if fact.reason else ""
     return RunState.FAILED, f"SLURM ended its job: {fact.state}{detail}; {advice}"
 

@@ -239,6 +239,16 @@ def test_the_state_combines_slurm_and_the_files_of_the_run(
     assert state == expected and words in (message or "")
 
 
+def test_a_canceled_run_names_its_last_complete_checkpoint(run: RunDir) -> None:
+    """Its supervisor was killed before it wrote that the run had stopped, as on a slow file system."""
+    canceled = JobFact("7", "CANCELLED")
+    assert "before the run saved a checkpoint" in (state_of(run, "stopping", canceled)[1] or "")
+    for step, marker in ((2, "COMPLETE"), (3, "half")):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / marker).touch()
+    assert "after the checkpoint of step 2; continue with" in (state_of(run, "stopping", canceled)[1] or "")
+
+
 def test_a_run_whose_job_runs_is_running_despite_an_old_heartbeat(run: RunDir) -> None:
     os.utime(run.supervisor_lock, (1.0, 1.0))
     state, message = state_of(run, "running", JobFact("7", "RUNNING"))
