@@ -143,7 +143,7 @@ def kill_the_supervisor(cluster: Cluster, real: RealRun) -> None:
 
 
 def scancel(cluster: Cluster, real: RealRun) -> None:
-    """SLURM sends SIGTERM, and SIGKILL after KillWait (5 s here), which is enough to save a checkpoint."""
+    """SLURM sends SIGTERM, and SIGKILL after KillWait (30 s), which is enough to save a checkpoint."""
     wait_for_step(real, 3)
     subprocess.run(["scancel", real.job], check=True)
     resume_after(cluster, real, RunState.STOPPED)
