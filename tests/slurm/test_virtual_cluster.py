@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.helpers import ROOT, wait_for
-from tests.support.virtual_slurm import TOOL, Cluster
+from tests.support.virtual_slurm import TOOL, Cluster, set_node_state, take_out_of_service
 
 
 def holds(folder: Path) -> list[int]:
@@ -71,6 +71,17 @@ def test_a_node_loses_power_and_returns(mine: Cluster, virtual_cluster: Cluster)
         wait_for(lambda: states() == "idle", "its return", tell=states)
     finally:
         mine.tool("down", "--purge")
+
+
+def test_a_node_out_of_service_gets_no_job_whatever_it_answers(virtual_cluster: Cluster) -> None:
+    told = lambda: virtual_cluster.tool("exec", "scontrol", "show", "node", "n2")  # noqa: E731
+    take_out_of_service("n2")
+    try:
+        # the answer of a node that runs is evaluated seconds later, as is the last one of a node without power
+        wait_for(lambda: "State=IDLE+DRAIN " in told(), "its answer", tell=told)
+    finally:
+        set_node_state("n2", "undrain")
+    wait_for(lambda: "State=IDLE " in told(), "its return to service", tell=told)
 
 
 @pytest.mark.parametrize(

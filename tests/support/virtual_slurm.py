@@ -82,9 +82,28 @@ while True:
 )
 
 
+def set_node_state(node: str, state: str) -> None:
+    subprocess.run(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"], check=True)
+
+
 def call_down(node: str) -> None:
-    """Mark a node down at once, as SLURM does after its timeout."""
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"], check=True)
+    """Mark a node down at once, as SLURM does after its timeout. Its next answer to a ping returns it to service."""
+    set_node_state(node, "down")
+
+
+def take_out_of_service(node: str) -> None:
+    """Mark a node down, and drain it, because an answer to a ping may still be on its way.
+
+    SLURM evaluates the answers to a ping of all nodes when the slowest has failed. Without draining, the answer of a
+    node that lost its power a moment later returned it to service up to 10 s after its end, and a run started there.
+    """
+    set_node_state(node, "drain")
+    call_down(node)
+
+
+def start_of_slurmd(node: str) -> str:
+    """When the slurmd that a node registered last was started."""
+    return ask(["scontrol", "show", "node", node]).partition("SlurmdStartTime=")[2].split()[0]
 
 
 class Acting:
@@ -143,17 +162,20 @@ class Cluster:
 
     @contextlib.contextmanager
     def without_power(self, *nodes: str) -> Iterator[None]:
-        """Cut the power of a node and mark it down at once; tests/slurm/test_virtual_cluster.py waits until SLURM does
+        """Cut the power of nodes and mark them down at once; tests/slurm/test_virtual_cluster.py waits until SLURM does
         so."""
+        started = {node: start_of_slurmd(node) for node in nodes}
         for node in nodes:
             self.tool("kill-node", node)
         try:
             for node in nodes:
-                call_down(node)
+                take_out_of_service(node)
             yield
         finally:
             for node in nodes:
                 self.tool("return-node", node)
+                wait_for(lambda node=node: start_of_slurmd(node) != started[node], f"{node}'s return")
+                set_node_state(node, "undrain")
 
     def wait_until_saved(self, job: str) -> None:
         """Wait until slurmctld has saved its jobs, seconds after a change; it loses unsaved jobs when it is killed."""
