@@ -20,7 +20,7 @@ from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import PATIENCE_S, ROOT, wait_for
-from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, call_down, run_cli, start_cli
+from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, call_down, resume_nodes, run_cli, start_cli
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:
@@ -373,5 +373,5 @@ def test_a_lost_node_without_requeue_fails_the_run_and_names_it(new_toy: Callabl
     toy.wait_for_job("NODE_FAIL")
     toy.wait_for_state(RunState.FAILED)  # never done, for any exit code of srun
     assert "NODE_FAIL" in (toy.snapshot().message or "")
-    subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], check=False, capture_output=True)
+    resume_nodes("n2")
     toy.assert_nothing_is_left()

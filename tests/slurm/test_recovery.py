@@ -29,6 +29,7 @@ from tests.support.virtual_slurm import (
     call_down,
     not_on,
     preflight,
+    resume_nodes,
     run_cli,
     wait_for,
 )
@@ -125,13 +126,6 @@ def with_spares(toy: SlurmToy, spares: int) -> SlurmToy:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.plan_changes = {"spare_nodes": spares}
     return toy
-
-
-def resume_nodes(*nodes: str) -> None:
-    for node in nodes:
-        subprocess.run(
-            ["scontrol", "update", f"nodename={node}", "state=resume"], check=False, capture_output=True
-        )
 
 
 def wait_until_on(toy: SlurmToy, node: str, life: int) -> None:

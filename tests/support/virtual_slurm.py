@@ -101,6 +101,13 @@ def take_out_of_service(node: str) -> None:
     call_down(node)
 
 
+def resume_nodes(*nodes: str) -> None:
+    """Return nodes to service; those that are in service stay there."""
+    for node in nodes:
+        command = ["scontrol", "update", f"nodename={node}", "state=resume"]
+        subprocess.run(command, check=False, capture_output=True)
+
+
 def start_of_slurmd(node: str) -> str:
     """When the slurmd that a node registered last was started."""
     return ask(["scontrol", "show", "node", node]).partition("SlurmdStartTime=")[2].split()[0]
