@@ -209,7 +209,8 @@ class PhaseRun:
         # killed while the scheduler reclaims the nodes: it did not fail
         is_preempted = is_stopping and is_reclaimed and status.signal in (signal.SIGTERM, signal.SIGKILL)
         try:
-            is_lost = code != ExitCode.DONE and await self._has_lost_its_node(process)
+            is_failed = code not in (ExitCode.DONE, ExitCode.STOPPED)
+            is_lost = is_failed and await self._has_lost_its_node(process, status.unreachable)
         except UnansweredError:
             logger.warning("SLURM does not answer whether the node of %s is lost; asking again", name)
             process.decide_at = time.monotonic() + ASK_AGAIN_S
@@ -245,19 +246,20 @@ class PhaseRun:
                     self.journal.give_up(name, str(status), fault["message"])
         return None
 
-    async def _has_lost_its_node(self, process: ProcessState) -> bool:
+    async def _has_lost_its_node(self, process: ProcessState, unreachable: Set[str]) -> bool:
         """True if a host of this process is lost. Raises UnansweredError if SLURM does not answer.
 
         A spare replaces the host; without one, the run leaves the allocation.
         """
         nodes = self.nodes
-        if nodes is None or not self.context.plan.spare_nodes:
-            return False  # without spare nodes the job does not survive the loss of a node: SLURM ends it
-        lost = await nodes.find_lost(process.hosts)
+        if nodes is None:
+            return False
+        lost = await nodes.find_lost(process.hosts, unreachable)
         if lost and not nodes.exclude(lost):
-            host = next(iter(lost))
-            message = f"{host} was lost, and no spare node is left"
-            nodes.write_shortage(host, lost[host], message, process=process.name, check="lost")
+            host, reason = next(iter(lost.items()))
+            why = "no spare node is left" if self.context.plan.spare_nodes else "the job has no spare nodes"
+            message = f"{host} was lost, and {why}"
+            nodes.write_shortage(host, reason, message, process=process.name, check="lost")
             self.is_out_of_nodes = True
             if self.stop_deadline is None:
                 self.context.stop.request("scheduler")

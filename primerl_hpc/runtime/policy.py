@@ -120,7 +120,8 @@ class PhasePolicy:
         """``fault``: None if the run itself is not at fault; ``is_counted``: count it against max_without_progress."""
         recovery = self.phase.recipe.recovery
         is_training = self.phase.recipe.kind in (Kind.RL, Kind.SFT)
-        if not is_training or not recovery.in_place or code in FINAL:
+        may_recover = recovery.in_place or not is_counted  # a lost node is no failure of the run
+        if not is_training or not may_recover or code in FINAL:
             return RestartDecision(Action.FAIL, reason=f"{name} exited before its work was done")
         if fault is not None and fault in self._faults:
             return RestartDecision(

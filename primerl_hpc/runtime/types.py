@@ -52,6 +52,8 @@ class ExitStatus:
     code: int
     host: str | None = None
     log: Path | None = None
+    unreachable: frozenset[str] = frozenset()
+    """Hosts on which srun could not start the step because their slurmd accepted no connection."""
 
     @property
     def signal(self) -> int | None:

@@ -20,7 +20,16 @@ from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import PATIENCE_S, ROOT, wait_for
-from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, call_down, resume_nodes, run_cli, start_cli
+from tests.support.virtual_slurm import (
+    SAY,
+    SERVE,
+    TRAIN,
+    SlurmToy,
+    call_down,
+    resume_nodes,
+    run_cli,
+    start_cli,
+)
 
 
 def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmToy:

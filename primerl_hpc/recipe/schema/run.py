@@ -256,7 +256,7 @@ class Recovery(Block):
     in_place: Bool = True
     """True: trainer and orchestrator restart from the last complete checkpoint while engines, router and environment
     servers keep running, until the same failure repeats or ``max_without_progress`` is reached. False: the attempt
-    ends, and ``primerl-hpc resume`` continues it."""
+    ends, and ``primerl-hpc resume`` continues it; only after the loss of a node they restart on a spare node."""
     max_without_progress: PositiveInt = 3
     """Number of recoveries without a new highest step after which the next failure ends the attempt. A failure of the
     same role that repeats at the same step with the same error ends it immediately; a process killed from outside only

@@ -120,21 +120,22 @@ class Nodes:
         )
         self.journal.write_failure(failure | {"check": check})
 
-    async def find_lost(self, hosts: Collection[str]) -> dict[str, str]:
+    async def find_lost(self, hosts: Collection[str], unreachable: Collection[str] = ()) -> dict[str, str]:
         """Return the lost ones of ``hosts`` with reasons: removed from the job by SLURM, or not responding to it.
 
-        Raises UnansweredError if SLURM does not answer.
-
-        With ``--no-kill``, which spare nodes imply, a job survives the loss of a node. Its steps there end when SLURM
-        marks the node DOWN, which may take minutes; a role that lost a peer there ends earlier.
+        ``unreachable``: those that did not accept the last step. SLURM marks a dead node DOWN, and ends the job or its
+        steps there, after SlurmdTimeout, often 300 s. A role that lost a peer there ends earlier. Raises
+        UnansweredError if SLURM does not answer.
         """
-        job = self.allocation.job_id
-        if not (nodelist := await answered_output(*queue_command(job, "%N"))):
-            return {}
-        nodelist = ",".join(nodelist.split())  # one line per component
-        if not (names := await answered_output(*hostnames_command(nodelist))):
+        rows = (await answered_output(*queue_command(self.allocation.job_id, "%N|%T"))).splitlines()
+        components = [row.strip().partition("|") for row in rows if "|" in row]
+        if any(state == "COMPLETING" for *_, state in components):
+            return {}  # SLURM ends the job, and no longer lists the nodes that have ended it
+        nodelist = ",".join(nodes for nodes, *_ in components if nodes)
+        if not nodelist or not (names := await answered_output(*hostnames_command(nodelist))):
             return {}
         lost = {host: "lost: it is no longer part of the job" for host in hosts if host not in names.split()}
+        lost |= {host: "lost: it accepts no connection of srun" for host in hosts if host in unreachable}
         for line in (await answered_output(*node_states_command(hosts))).splitlines():
             host, _, state = line.strip().partition(" ")
             if host in hosts and (state.endswith("*") or state.startswith(("down", "fail"))):

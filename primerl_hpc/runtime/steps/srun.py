@@ -52,6 +52,9 @@ _JOB_REQUESTS = frozenset(
         *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND", "SLURM_GPU_BIND"),
     )
 )
+_UNREACHABLE = re.compile(
+    r"^srun: error: Task launch for .+ failed on node (\S+): Communication connection failure", re.M
+)
 _FIRST_END = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.M)
 
 
@@ -210,11 +213,16 @@ class SrunStep:
             code = LOST if None in reports else 0
         else:
             task, code = self._first_exit_in_log(hosts, code)
-        return ExitStatus(code, hosts[task], task_log(self.launch, task))
+        unreachable = frozenset(_UNREACHABLE.findall(self._output_text))
+        return ExitStatus(code, hosts[task], task_log(self.launch, task), unreachable)
+
+    @property
+    def _output_text(self) -> str:
+        return self.output.decode(errors="replace")
 
     def _first_exit_in_log(self, hosts: list[str], code: int) -> tuple[int, int]:
         """Return (task, code) of the first exit that srun logged."""
-        first = _FIRST_END.search(self.output.decode(errors="replace"))
+        first = _FIRST_END.search(self._output_text)
         if first is None:
             return 0, code
         task = hosts.index(first["host"]) if first["host"] in hosts else 0

@@ -89,6 +89,12 @@ def test_a_lost_node_is_not_the_runs_fault(policy: PhasePolicy) -> None:
     assert policy.on_exit("trainer-0", ProcessExit(1, progress=1, step=5)).action == Action.FAIL
 
 
+def test_the_loss_of_a_node_does_not_end_an_attempt_without_recovery() -> None:
+    policy = policy_of("recovery.in_place=false")
+    end = ProcessExit(137, progress=1, step=5, is_lost=True)
+    assert policy.on_exit("trainer-0", end).action == Action.RECOVER
+
+
 def test_a_fault_that_repeats_at_the_same_place_with_the_same_cause_ends_the_run(policy: PhasePolicy) -> None:
     faults = [("trainer-0", 4, "a"), ("trainer-0", 4, "b"), ("orchestrator-0", 4, "a")]
     for name, after_step, cause in faults:

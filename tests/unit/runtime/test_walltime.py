@@ -344,7 +344,7 @@ def test_notices_on_stderr_do_not_hide_the_output_of_a_slurm_command(
     groups = tuple(HostGroup(frozenset((host,)), 1, 0, "7") for host in ("n2", "n1"))
     job = Allocation(("n1", "n2"), 1, False, 0, job_id="7", groups=groups)
     assert not asyncio.run(components_started_together(job))
-    squeue(NOTICE + "echo n1")
+    squeue(NOTICE + "echo 'n1|RUNNING'")
     for name, answer in (("scontrol", "echo n1"), ("sinfo", "echo 'n1 mixed'")):
         command = tmp_path / "bin" / name
         command.write_text(f"#!/bin/sh\n{NOTICE}{answer}\n")

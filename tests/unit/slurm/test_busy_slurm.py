@@ -40,6 +40,7 @@ from tests.support.helpers import make_plan, process_plan
 from tests.unit.cli.test_cli import folder  # noqa: F401
 
 BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
+FAILED = ExitStatus(1)
 CHAIN = JobChain(("1", "2"), is_until_done=True)
 
 
@@ -302,21 +303,23 @@ def test_a_run_is_not_queued_again_while_the_state_of_its_job_is_unknown(
 SILENT = pytest.mark.parametrize("silence", [BUSY, "exec sleep 60"], ids=["busy", "away"])
 
 
-def end_of_trainer(run: RunDir) -> tuple[Supervisor, PhaseRun, ProcessState]:
-    """Return a trainer that has just ended on n1, with the spare node n2."""
+def end_of_trainer(
+    run: RunDir, status: ExitStatus = FAILED, spares: tuple[str, ...] = ("n2",)
+) -> tuple[Supervisor, PhaseRun, ProcessState]:
+    """Return a trainer that has just ended on n1."""
     recipe = {"kind": "rl", "name": "toy", "model": {"name": "a/b"}, "max_steps": 3}
     recipe["environments"] = {"train": [{"id": "x"}]}
     plan = make_plan(run.root, recipe, processes=[process_plan(Role.TRAINER)])
-    write_json(run.plan, plan.model_copy(update={"spare_nodes": 1}).model_dump(mode="json"))
+    write_json(run.plan, plan.model_copy(update={"spare_nodes": len(spares)}).model_dump(mode="json"))
     supervisor = Supervisor(run)
     asyncio.run(supervisor._open_attempt())
-    order = ("n1", "n2")
-    allocation_ = Allocation(("n1",), 1, False, 0, job_id="7", spares=("n2",), order=order)
+    order = ("n1", *spares)
+    allocation_ = Allocation(("n1",), 1, False, 0, job_id="7", spares=spares, order=order)
     nodes = supervisor.use_allocation(allocation_)
     phase = PhaseRun(supervisor.context, supervisor.plan.phases[0], nodes)
     trainer = phase.processes["trainer-0"]
     trainer.launch = Launch(trainer.plan, run, "main", 1, 0)
-    trainer.hosts, trainer.ended, trainer.restart_at = ("n1",), ExitStatus(1), None
+    trainer.hosts, trainer.ended, trainer.restart_at = ("n1",), status, None
     return supervisor, phase, trainer
 
 
@@ -326,7 +329,7 @@ def test_a_node_is_not_considered_lost_before_slurm_answers(
 ) -> None:
     monkeypatch.setattr(slurm_commands, "ANSWER_S", 5.0)
     commands(
-        squeue=f"[ $call = 1 ] && {silence}\necho n2",
+        squeue=f"[ $call = 1 ] && {silence}\necho 'n2|RUNNING'",
         scontrol=f"[ $call = 1 ] && {silence}\necho n2",
         sinfo=f"[ $call = 1 ] && {silence}\necho n2 idle",
     )
