@@ -232,8 +232,7 @@ def cluster_by_parents(
     """A second cluster without control groups, which identifies the processes of a step only by their parents."""
     folder = users_folder / "mine"  # SLURM's sockets in it must have short paths
     made = Cluster(folder, ClusterUser(USERS[0], folder))
-    told = made.tool("up", "--no-accounting", "--requeue-delay", "8", *WITH_USERS)
-    assert "process tracking by linuxproc" in told
+    made.tool("up", "--no-accounting", "--requeue-delay", "8", "--tracking", "linuxproc", *WITH_USERS)
     monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:{os.environ['PATH']}")
     assert made.user is not None
     Acting.let(made.user, tmp_path, monkeypatch)

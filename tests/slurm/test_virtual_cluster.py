@@ -112,6 +112,7 @@ def test_a_mistyped_command_starts_nothing(tmp_path: Path, folder: str, words: l
         (["up", "--nodes", "abc"], "--nodes must be an integer of at least 1, not 'abc'"),
         (["up", "--nodes"], "--nodes needs a value"),
         (["up", "--gpus", "-1"], "--gpus must be an integer of at least 0"),
+        (["up", "--tracking", "pgid"], "--tracking must be cgroup or linuxproc"),
         (["up", "--users", "Alice"], "--users must be names"),
         (["as", "carol", "id"], "there is no user carol"),
         (["kill-node"], "kill-node NODE"),
