@@ -27,6 +27,12 @@ def holds(folder: Path) -> list[int]:
     return found
 
 
+def setting(cluster: Cluster, key: str) -> str:
+    """Value of a setting in the cluster's slurm.conf."""
+    lines = (cluster.folder / "etc" / "slurm.conf").read_text().splitlines()
+    return next(line.partition("=")[2] for line in lines if line.startswith(f"{key}="))
+
+
 @pytest.fixture
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """A cluster that is not started. SLURM's sockets in its folder must have short names."""
@@ -50,6 +56,20 @@ def test_up_after_a_kill_and_down_leave_no_process_behind(mine: Cluster, virtual
     wait_for(lambda: not holds(mine.folder), "the end of its processes")
     assert "v-n1" not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
     virtual_cluster.wait_until_idle()
+
+
+def test_clusters_of_one_machine_find_processes_in_the_same_way_and_number_jobs_differently(
+    mine: Cluster, virtual_cluster: Cluster
+) -> None:
+    """SLURM signals the groups of a job, whose names contain the job's number, not those of another cluster."""
+    mine.tool("up", "--nodes", "1", "--no-accounting")
+    try:
+        tracking, others = (setting(each, "ProctrackType") for each in (mine, virtual_cluster))
+        assert tracking == others
+        if tracking == "proctrack/cgroup":
+            assert setting(mine, "FirstJobId") != setting(virtual_cluster, "FirstJobId")
+    finally:
+        mine.tool("down", "--purge")
 
 
 def test_a_node_loses_power_and_returns(mine: Cluster, virtual_cluster: Cluster) -> None:
