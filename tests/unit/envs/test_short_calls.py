@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 from verifiers.v1.clients.train import RendererSlot
 from verifiers.v1.runtimes import subprocess as runtimes
 
+from primerl_hpc.envs.serving import short_calls
 from primerl_hpc.envs.serving.short_calls import SHORT_S, inline_slot, inline_teardown
 
 
-def test_a_renderer_runs_in_the_event_loop_until_a_call_is_long():
+def test_a_renderer_runs_in_the_event_loop_until_a_call_is_long(monkeypatch):
     slot = inline_slot(RendererSlot)(renderer=None)
+    now = 0.0
+    monkeypatch.setattr(short_calls.time, "perf_counter", lambda: now)
+
+    def long() -> int:
+        nonlocal now
+        now += 2 * SHORT_S
+        return threading.get_ident()
 
     async def threads() -> list[bool]:
         here = threading.get_ident()
-        long = lambda: (time.sleep(2 * SHORT_S), threading.get_ident())[1]  # noqa: E731
         return [
             await slot.run(call) == here for call in (threading.get_ident, long, long, threading.get_ident)
         ] + [

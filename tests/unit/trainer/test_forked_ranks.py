@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.helpers import PATIENCE_S
 
 RUN = """
 import json, os, sys
@@ -16,7 +19,8 @@ assert os.getpgid(first.pid) in (first.pid, os.getpgrp())
 command = [sys.executable, "-u", "-m", "ranked"]
 first.begin([*command, "7"], {"RANK": "0", "PATH": os.environ["PATH"]}, [sys.argv[1] + "/out", sys.argv[1] + "/err"])
 second.begin([*command, "raise"], {"RANK": "1"}, [sys.argv[1] + "/out1", sys.argv[1] + "/err1"])
-print(first.wait(10), second.wait(10), third.poll(), third.pid)
+limit_s = float(sys.argv[2])
+print(first.wait(limit_s), second.wait(limit_s), third.poll(), third.pid)
 """
 RANKED = """
 import os, sys
@@ -31,7 +35,7 @@ def test_a_forked_rank_runs_a_command_as_a_new_process_would(tmp_path: Path) -> 
     (tmp_path / "ranked.py").write_text(RANKED)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path)],
+        [sys.executable, "-c", RUN, str(tmp_path), str(PATIENCE_S)],
         env=environment,
         capture_output=True,
         text=True,
@@ -53,9 +57,7 @@ def _ends(pid: int) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    import select
-
-    ready, _, _ = select.select([descriptor], [], [], 10)
+    ready, _, _ = select.select([descriptor], [], [], PATIENCE_S)
     os.close(descriptor)
     return bool(ready)
 
