@@ -40,11 +40,10 @@ def test_runs_of_two_users_on_the_same_nodes_are_private_and_complete(
 ) -> None:
     toys = []
     for user in users:
-        monkeypatch.setenv("PRIMERL_HOME", str(users_folder / user.name / "state"))
+        user.act_here(users_folder / user.name, monkeypatch)
         toy = SlurmToy(Cluster(user.folder, user), users_folder / user.name / "run", **SHARED)
         toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
         toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(0, 1))
-        monkeypatch.setenv("VIRTUAL_CLUSTER_USER", user.name)  # of squeue, scancel and others
         toy.submit()
         toys.append(toy)
     for toy in toys:

@@ -56,8 +56,7 @@ def site(users_folder: Path, virtual_cluster: Cluster) -> Iterator[ClusterUser]:
 @pytest.fixture
 def new_run(site: ClusterUser, users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toys]:
     home = users_folder / site.name
-    monkeypatch.setenv("PRIMERL_HOME", str(home / "state"))
-    monkeypatch.setenv("VIRTUAL_CLUSTER_USER", site.name)  # of squeue, scancel and others
+    site.act_here(home, monkeypatch)
     made: list[SlurmToy] = []
 
     def make(name: str, **scheduler: Any) -> SlurmToy:

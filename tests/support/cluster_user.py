@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from tests.support.stranger import run_in_child
 
 Result = TypeVar("Result")
@@ -37,6 +39,11 @@ class ClusterUser:
         """Variables of this process with those of the user's login."""
         mine = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
         return {**os.environ, **mine, "VIRTUAL_CLUSTER_USER": self.name}
+
+    def act_here(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the toolkit and SLURM's commands act for the user, whose state is in ``folder``, until the test ends."""
+        monkeypatch.setenv("PRIMERL_HOME", str(folder / "state"))
+        monkeypatch.setenv("VIRTUAL_CLUSTER_USER", self.name)  # of squeue, scancel and others
 
     def enter(self) -> None:
         """Become the user on the login node. Only in a forked process: there is no way back."""

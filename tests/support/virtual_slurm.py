@@ -241,7 +241,6 @@ class SlurmToy:
         self.profile: Profile = profile.model_copy(
             update={"scheduler": profile.scheduler.model_copy(update=settings)}
         )
-        self.recipe: dict[str, Any] = TOY_RECIPE
         self.plan_changes: dict[str, Any] = {}
         self.jobs = JobWatcher()
         self.hurried: set[str] = set()
