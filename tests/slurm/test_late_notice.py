@@ -34,11 +34,10 @@ def slow_cluster(users_folder: Path, virtual_cluster: Cluster) -> Iterator[Clust
 def test_a_run_leaves_a_dead_node_before_slurm_marks_it_down(
     slow_cluster: Cluster, users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = slow_cluster.user
-    assert user is not None
-    monkeypatch.setenv("PRIMERL_HOME", str(users_folder / user.name / "state"))
-    monkeypatch.setenv("VIRTUAL_CLUSTER_USER", user.name)  # of squeue, scancel and others
-    toy = SlurmToy(slow_cluster, users_folder / user.name / "run")
+    assert slow_cluster.user is not None
+    home = users_folder / slow_cluster.user.name
+    slow_cluster.user.act_here(home, monkeypatch)
+    toy = SlurmToy(slow_cluster, home / "run")
     toy.recipe = TOY_RECIPE | {"recovery": {"in_place": True}}
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, PEERS, OnExit.ENDS_PHASE, nodes=(1, 2))
@@ -51,6 +50,7 @@ def test_a_run_leaves_a_dead_node_before_slurm_marks_it_down(
         wait_for(decisions, "its decision", tell=toy.words)
         assert [(row["event"], row.get("without")) for row in decisions()] == [("run_requeued", ["n3"])]
         assert toy.events("recovery_started") == []
+        assert (toy.snapshot().message or "").startswith("requeued without n3, continues after step ")
         # SLURM's notice, which ends the job's last step and lets it return to the queue
         toy.cluster.admin("scontrol", "update", "nodename=n3", "state=down", "reason=test")
         toy.wait_until_ready("inference-0", "trainer-0", attempt=2)

@@ -127,6 +127,13 @@ class RunFollower:
             case "role_ready":
                 where = f" at {event['url']}" if process.startswith("router") and event.get("url") else ""
                 self.print_line(f"{process} is ready after {event['after_s']} s{where}")
+            case "node_excluded":
+                spare = f"; {event['spare']} replaces it" if event.get("spare") else ""
+                self.print_line(f"node {event['node']} is excluded ({event['why']}){spare}")
+            case "role_hung":
+                self.print_line(event["message"])
+            case "role_not_ready":
+                self.print_line(f"{process} was not ready after {event['after_s']} s")
             case "role_exited" if event.get("status") != "exit code 0":
                 self.print_line(f"{process} exited: {event['status']}")
             case "engine_joined" | "engine_left":
@@ -154,7 +161,8 @@ class RunFollower:
                     f"FAILED: {process}: {str(event.get('message')).removeprefix(f'{process}: ')}"
                 )
             case "run_requeued":
-                self.print_line(f"back in the queue, continues after step {event['after_step']}")
+                without = f" without {', '.join(event['without'])}" if event.get("without") else ""
+                self.print_line(f"back in the queue{without}, continues after step {event['after_step']}")
             case "link_ended":
                 self.print_line(f"job {event['next_job']} continues after step {event['after_step']}")
             case "run_stopped" | "run_cancelled" | "run_done":

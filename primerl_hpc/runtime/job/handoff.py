@@ -129,7 +129,9 @@ class Handoff:
                 f"its allocation was not made for this run and is not requeued; {advice}"
             )
         hosts = sorted(excluded) if self.context.plan.may_name_nodes else []
-        self.journal.set_state(RunState.PENDING, message=f"requeued, continues after step {saved}")
+        without = f" without {', '.join(hosts)}" if hosts else ""
+        message = f"requeued{without}, continues after step {saved}"
+        self.journal.set_state(RunState.PENDING, message=message)
         await self.journal.settle()
         await self.journal.release_lock()
         may_poll = self.context.plan.ask_every_s <= DEFAULT_ASK_EVERY_S

@@ -78,6 +78,53 @@ def test_a_process_that_was_given_up_is_named_with_the_reason(
     assert "the run continues without tracker-0: wandb failed to start: no key" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {
+                "event": "node_excluded",
+                "node": "n3",
+                "why": "lost: it accepts no connection of srun",
+                "spare": "n5",
+            },
+            "node n3 is excluded (lost: it accepts no connection of srun); n5 replaces it",
+        ),
+        (
+            {"event": "node_excluded", "node": "n3", "why": "memory: 2 GiB are free", "spare": None},
+            "node n3 is excluded (memory: 2 GiB are free)",
+        ),
+        (
+            {
+                "event": "role_hung",
+                "process": "inference-0",
+                "message": "inference-0 did not respond for 60 s",
+            },
+            "inference-0 did not respond for 60 s",
+        ),
+        (
+            {"event": "role_not_ready", "process": "router-0", "after_s": 300},
+            "router-0 was not ready after 300 s",
+        ),
+        (
+            {"event": "run_requeued", "after_step": 7, "without": ["n3", "n4"]},
+            "back in the queue without n3, n4, continues after step 7",
+        ),
+        (
+            {"event": "run_requeued", "after_step": 7, "without": None},
+            "back in the queue, continues after step 7",
+        ),
+    ],
+    ids=["replaced", "no spare", "hung", "not ready", "requeued without nodes", "requeued"],
+)
+def test_what_happened_to_a_node_or_process_is_shown_with_its_reason(
+    run: RunDir, capsys: pytest.CaptureFixture[str], event: dict[str, object], line: str
+) -> None:
+    append_json(run.events, {"time": 2.0, **event})
+    RunFollower(run).poll()
+    assert line in [shown.partition("] ")[2] for shown in capsys.readouterr().out.splitlines()]
+
+
 def test_names_with_spaces_are_quoted_in_the_commands_to_copy(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
