@@ -107,7 +107,11 @@ def test_reward_rises_when_every_role_is_killed_once(
     ]
     assert interpreters == [str(python), sys.executable]
     for step, name, depth in learners:
-        wait_in_run(run, lambda step=step: step in versions_served(run), f"policy {step} at the engine")
+
+        def is_served_and_saved(step: int = step) -> bool:
+            return step in versions_served(run) and run.latest_checkpoint() == step - 1
+
+        wait_in_run(run, is_served_and_saved, f"policy {step} at the engine, and a checkpoint before it")
         before_kills += processes_of(run.root)
         process_of(run.root, name, depth).kill()
         wait_for(
