@@ -124,9 +124,11 @@ def stop_request(toy: SlurmToy) -> None:
 def test_every_node_runs_from_its_own_copy_of_the_bundle_and_deletes_it(
     new_toy: Callable[..., SlurmToy], acting_user: ClusterUser, tmp_path: Path
 ) -> None:
+    """And those that killed jobs left, but not that of a job which may still use it."""
     bundle = tmp_path / "env.tar.gz"
     build(inspect_environment(str(make_environment(tmp_path / "venv"))), bundle, Format.TAR_GZ)
-    changes = [f"software.bundle={bundle}", "scratch=/mnt/of-$SLURM_JOB_ID"]  # /mnt is private to a node
+    scratch = f"/mnt/bundles-{tmp_path.name}"  # /mnt is private to a node
+    changes = [f"software.bundle={bundle}", f"scratch={scratch}"]
     profile = load_profile("virtual", overrides=["scheduler.time=00:10:00", *changes])
     toy = new_toy()
     toy.add(Role.TRAINER, SAY_PREFIX, OnExit.ENDS_PHASE, nodes=(0, 1))
@@ -136,19 +138,29 @@ def test_every_node_runs_from_its_own_copy_of_the_bundle_and_deletes_it(
     toy.profile = profile.profile
     toy.prepare()
     write_text(toy.run.profile, profile.text)
+    hold = ("sbatch", "--parsable", "--hold", "-o", "/dev/null", "--wrap", "true")
+    queued, cancelled = (toy.ask(*hold).strip() for _ in range(2))
+    toy.ask("scancel", cancelled)
+    prefix = f"{scratch}/primerl-bundle-{acting_user.uid}-"
+    left = {job: f"{prefix}{job}-0123456789abcdef" for job in (queued, cancelled, "99999999")}
+    for node in ("n1", "n2", "n3", "n4"):
+        toy.cluster.on(node, "mkdir", "-p", *(f"{folder}/bin" for folder in left.values()))
+        toy.cluster.on(node, "chown", "-R", str(acting_user.uid), scratch)
     toy.as_user(lambda: resume_run(toy.run, code=CodeChoice.NEW))
-    folder = f"/mnt/of-{toy.job}/primerl-bundle-{acting_user.uid}-{toy.job}-"
+    folder = f"{prefix}{toy.job}-"
     toy.wait_until_ready("trainer-0")
     hosts = read_json(toy.run.state)["hosts"]
     for node, host in enumerate(hosts):
         log = toy.run.attempt_logs(1) / f"trainer-0_{node}.log"
         wait_for(lambda log=log: log.exists() and "prefix" in log.read_text(), "its prefix", tell=toy.words)
         assert f"prefix {folder}" in log.read_text()
-        assert len(toy.cluster.on(host, "ls", f"/mnt/of-{toy.job}").split()) == 1, "an archive is left"
+        kept, own = sorted(toy.cluster.on(host, "ls", scratch).split())  # no archive is left
+        assert f"{scratch}/{kept}" == left[queued] and f"{scratch}/{own}".startswith(folder)
     log = toy.run.attempt_logs(1) / "slurm" / "bundle.log"
     assert "sbcast" not in log.read_text(), "it was not sent from node to node"
     (event,) = toy.events("bundle_unpacked")
     assert (event["nodes"], event["bad"]) == (2, 0)
     stop_request(toy)
     for host in hosts:
-        assert toy.cluster.on(host, "ls", f"/mnt/of-{toy.job}") == ""
+        assert toy.cluster.on(host, "ls", scratch).split() == [Path(left[queued]).name]
+    toy.ask("scancel", queued)

@@ -13,14 +13,23 @@ fail() {  # message
     echo "error: bundle on $host: $1" >&2
     exit 78
 }
+prefix=primerl-bundle-$(id -u)-
 if [ $# -gt 0 ]; then
     folder=$1
 else
     base=/local/"${USER:?is not set on this node; correct scratch of the profile}"
     # a name that other users cannot create first
-    folder=$base/primerl-bundle-$(id -u)-${SLURM_JOB_ID:-$$}-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')
+    folder=$base/$prefix${SLURM_JOB_ID:-$$}-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')
 fi
 archive=${2:-$shared}
+is_over() {  # SLURM reports that the job has ended, or no longer knows it
+    local states
+    if ! states=$(timeout 60 squeue --noheader --states=all --jobs="$1" --format=%T 2>&1); then
+        [[ $states == *"Invalid job id"* ]]
+        return
+    fi
+    [ -n "$states" ] && ! grep -qvxE 'BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|TIMEOUT' <<<"$states"
+}
 is_complete() {  # the folder exists and belongs to this user
     [ ! -L "$folder" ] && [ -O "$folder" ] && [ -f "$folder/primerl-bundle.json" ]
 }
@@ -32,6 +41,21 @@ fi
 if [ -e "$folder" ] || [ -L "$folder" ]; then fail "$folder exists, but is not a complete bundle of this user"; fi
 parent=$(dirname -- "$folder")
 mkdir -p -- "$parent" || fail "cannot create $parent; correct scratch of the profile"
+delete_left() {  # environments of jobs that were killed
+    local old job
+    for old in "$parent/$prefix"*; do
+        job=${old#"$parent/$prefix"}
+        job=${job%%-*}
+        if [ -L "$old" ] || [ ! -d "$old" ] || [ ! -O "$old" ] || [ "$job" = "${SLURM_JOB_ID:-}" ]; then continue; fi
+        if [[ $job =~ ^[0-9]+$ ]] && is_over "$job"; then
+            echo "deleting the environment that job $job left: $old" >&2
+            rm -rf -- "$old"
+        fi
+    done
+}
+case $(stat -f -c %T -- "$parent" 2>/dev/null) in  # on a shared filesystem it may be in use in another cluster
+    btrfs | ext2/ext3 | f2fs | overlayfs | tmpfs | xfs | zfs) delete_left ;;
+esac
 
 [ "$(uname -m)" = x86_64 ] || fail "it is built for x86_64, this node is $(uname -m)"
 have=$(getconf GNU_LIBC_VERSION 2>/dev/null) || have=

@@ -140,6 +140,36 @@ def test_a_node_that_cannot_use_the_bundle_reports_why_and_keeps_nothing(
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir()), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("squeue", "is_deleted"),
+    [
+        ("echo CANCELLED", True),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True),
+        ("echo RUNNING", False),
+        ("echo COMPLETED; echo COMPLETING", False),
+        ("true", False),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", False),
+        ("exit 127", False),
+    ],
+)
+def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
+    squeue: str, is_deleted: bool, bundle: Path, tmp_path: Path
+) -> None:
+    command, node = tmp_path / "bin" / "squeue", tmp_path / "node"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n{squeue}\n")
+    command.chmod(0o755)
+    left = node / f"primerl-bundle-{os.getuid()}-17-0123456789abcdef"
+    own = node / f"primerl-bundle-{os.getuid()}-18-0123456789abcdef"
+    for folder in (left, own):
+        (folder / "bin").mkdir(parents=True)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
+    assert done.returncode == 0 and left.exists() is not is_deleted and own.exists()
+    expected = f"deleting the environment that job 17 left: {left}\n" if is_deleted else ""
+    assert done.stderr == expected and done.stdout == f"{node / 'env'}\n"
+
+
 def test_a_folder_of_another_kind_is_not_used(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "env" / "bin").mkdir(parents=True)
     done = unpack(planned(bundle), tmp_path / "env")
