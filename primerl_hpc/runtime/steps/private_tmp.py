@@ -4,12 +4,13 @@ Compilers and libraries keep caches under well-known names in /tmp (``/tmp/torch
 some unpickle what they find: another user who creates such a folder first runs code in the job. The name of our folder
 is derived from the attempt's API key (`runtime/types.py`) and the job's id, so it cannot be guessed, and its mode is
 0700. It is in the profile's ``scratch`` folder, or in the node's temporary folder without one. It is the TMPDIR of
-every process, holds the compile caches, and is deleted when the last guard of the run on the node exits.
-Standard library only.
+every process, holds the compile caches and copies of base models, and is deleted when the last guard of the run on the
+node exits. If all of them are killed, the next run of the user on the node deletes it. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -17,7 +18,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 NAME_VARIABLE = "PRIMERL_PRIVATE_TMP"
@@ -38,6 +39,12 @@ SCRATCH_CACHES = {
 }
 """Variables of libraries whose caches are in the home folder, and move where the profile names a scratch folder or
 keeps compile caches."""
+
+LOCK = ".lock"
+"""File in the folder that contains the host's name. Each guard that uses the folder holds a shared lock on it."""
+
+_NAME = re.compile(r"\.p[0-9a-f]{12}(?:-\d+)?")
+"""Names of the folders: `RunKeys.temporary_name`, and the job's id."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of flock on filesystems without locks."""
@@ -73,7 +80,10 @@ class PrivateTmp:
         """Take the lock shared with other guards of this node; retry if the last one was just deleting the folder."""
         while True:
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
             except OSError as error:  # other users of the folder are unknown: it is not deleted
@@ -81,21 +91,81 @@ class PrivateTmp:
                     raise
                 os.close(fd)
                 return
-            try:
-                if os.stat(self.folder / ".lock").st_ino == os.fstat(fd).st_ino:
-                    self._lock = fd
-                    return
-            except FileNotFoundError:
-                pass
+            if _is_same(fd, self.folder / LOCK):
+                if os.fstat(fd).st_size == 0:
+                    with contextlib.suppress(OSError):  # the disk is full; the process may need no space
+                        os.pwrite(fd, os.uname().nodename.encode(), 0)
+                self._lock = fd
+                return
             os.close(fd)
 
     def release(self) -> None:
-        """Delete the folder if no other process of the run holds it."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        """Delete the folder if no other process of the run holds it; keep it where the filesystem has no locks."""
+        if self._lock < 0:
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _opened(self.folder, os.O_DIRECTORY) as fd:
+                _delete(self.folder, fd)
+
+
+def delete_abandoned(base: Path) -> list[Path]:
+    """Delete the folders of this user in ``base`` whose guards were all killed on this node, and return them.
+
+    A folder that a guard holds is kept, and one that another host created, because ``base`` may be on a filesystem
+    whose locks only one node sees.
+    """
+    try:
+        names = [name for name in os.listdir(base) if _NAME.fullmatch(name)]
+    except OSError:
+        return []
+    return [folder for name in names if _delete_if_abandoned(folder := base / name)]
+
+
+def _delete_if_abandoned(folder: Path) -> bool:
+    host = os.uname().nodename.encode()
+    with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as fd:
+        if not _is_private(os.fstat(fd)):
+            return False
+        with _opened(LOCK, os.O_RDWR, dir_fd=fd) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.pread(lock, 256, 0) != host or not _is_same(lock, LOCK, dir_fd=fd):
+                return False
+            _delete(folder, fd)
+            return True
+    return False
+
+
+def _delete(folder: Path, fd: int) -> None:
+    """Delete the folder, whose exclusive lock is held. The lock is the last file: no other guard enters before.
+
+    ``fd``: the open folder. Its content is deleted through it, because others may replace ``folder`` by a link if
+    they can write its parent.
+    """
+    for name in os.listdir(fd):
+        if stat.S_ISDIR(os.lstat(name, dir_fd=fd).st_mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=fd)
+        elif name != LOCK:
+            os.unlink(name, dir_fd=fd)
+    os.unlink(LOCK, dir_fd=fd)
+    os.rmdir(folder)
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_same(fd: int, path: Path | str, dir_fd: int | None = None) -> bool:
+    """Return False if the open file was deleted; another guard may have created it again."""
+    try:
+        return os.stat(path, dir_fd=dir_fd).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def base_folder(environ: Mapping[str, str]) -> Path:
@@ -126,8 +196,11 @@ def _make_private(base: Path, name: str) -> Path:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        found = folder.lstat()
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+        if not _is_private(folder.lstat()):
             return Path(tempfile.mkdtemp(prefix=".p", dir=base))
     return folder
+
+
+def _is_private(found: os.stat_result) -> bool:
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not stat.S_IMODE(found.st_mode) & 0o077

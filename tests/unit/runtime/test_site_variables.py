@@ -18,7 +18,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.run.ledger.rows import LedgerRow
 from primerl_hpc.run.ledger.store import append_rows, read_rows
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.steps.private_tmp import PrivateTmp
+from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
 from primerl_hpc.runtime.steps.srun import without_requests
 from primerl_hpc.runtime.types import Launch
 from tests.support.helpers import ROOT, process_plan, unusable_sft_recipe
@@ -122,11 +122,16 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_process_gets_its_temporary_folder_on_a_filesystem_without_locks(tmp_path: Path) -> None:
-    environ = {"PRIMERL_PRIVATE_TMP": "name", "TMPDIR": str(tmp_path)}
+def test_a_process_gets_its_temporary_folder_on_a_filesystem_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"PRIMERL_PRIVATE_TMP": ".p0123456789ab", "TMPDIR": str(tmp_path)}
     tmp = PrivateTmp.create(environ)
     assert tmp is not None and Path(environ["TMPDIR"]).is_dir()
     tmp.release()
+    monkeypatch.undo()
+    tmp.release()
+    assert delete_abandoned(tmp_path) == []
     assert tmp.folder.is_dir(), "other processes of the run may use it"
 
 
