@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.job.node_checks import check_scratch
+from primerl_hpc.runtime.steps import private_tmp
 from primerl_hpc.runtime.steps.private_tmp import (
     CACHES,
     LOCK,
@@ -148,14 +148,6 @@ def folder_with_a_file(node_tmp: Path) -> Path:
     return tmp.folder
 
 
-def of_another_host(folder: Path) -> None:
-    (folder / LOCK).write_text("another-host")
-
-
-def of_an_earlier_version(folder: Path) -> None:
-    (folder / LOCK).write_text("")
-
-
 def readable_by_others(folder: Path) -> None:
     folder.chmod(0o750)
 
@@ -185,8 +177,6 @@ def with_another_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        of_another_host,
-        of_an_earlier_version,
         readable_by_others,
         owned_by_another_user,
         without_a_lock,
@@ -208,6 +198,15 @@ def test_the_folder_of_a_living_guard_is_kept(node_tmp: Path) -> None:
     assert told_by_role(node_tmp, ".p0123456789ab")[1] == "" and (folder / "kept").exists()
 
 
+@pytest.mark.parametrize("filesystem", ["nfs4", "lustre", "fuse.juicefs", ""])
+def test_nothing_is_deleted_on_a_filesystem_that_other_nodes_may_use(
+    node_tmp: Path, monkeypatch: pytest.MonkeyPatch, filesystem: str
+) -> None:
+    folder = run_in_child(lambda: folder_with_a_file(node_tmp), lambda: None)
+    monkeypatch.setattr(private_tmp, "filesystem_of", lambda _: filesystem)
+    assert delete_abandoned(node_tmp) == [] and (folder / "kept").exists()
+
+
 def test_a_folder_that_is_deleted_while_a_guard_enters_is_created_again(
     node_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,18 +221,7 @@ def test_a_folder_that_is_deleted_while_a_guard_enters_is_created_again(
     monkeypatch.setattr(os, "open", open_after_deletion)
     tmp = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
     monkeypatch.undo()
-    assert tmp is not None and deleted and (tmp.folder / LOCK).read_text() == os.uname().nodename
-    tmp.release()
-    assert not tmp.folder.exists()
-
-
-def test_a_process_starts_where_the_disk_is_full(node_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    tmp = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
-    assert tmp is not None and tmp.folder.is_dir()
+    assert tmp is not None and deleted and (tmp.folder / LOCK).exists()
     tmp.release()
     assert not tmp.folder.exists()
 

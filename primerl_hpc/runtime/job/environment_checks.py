@@ -1,4 +1,4 @@
-"""Checks of a node's surroundings for the preflight: architecture, network plugin, filesystem, binding to CPUs."""
+"""Checks of a node's surroundings for the preflight: architecture, network plugin, binding to CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from primerl_hpc.common.node.binding import Binding, describe_cpus
 from primerl_hpc.runtime.job.gpu_checks import Results
 
 PROXY_S = 5.0
-IN_MEMORY = ("tmpfs", "ramfs")
 PLUGINS = {"libfabric": "libnccl-net", "rccl": "librccl-net"}
 """Plugin of the profile → beginning of the library's name."""
 CONTAINER_S = 60.0
@@ -163,22 +162,6 @@ def check_proxy(address: str | None) -> Results:
             f"the proxy {address} cannot be reached: {reason}",
             "ask the site, or correct network.proxy",
         )
-
-
-def filesystem_of(path: Path, mounts: str = "/proc/self/mounts") -> str:
-    """Return the type of the filesystem of ``path``; empty if unknown."""
-    resolved = str(path.resolve())
-    best, kind = "", ""
-    try:
-        lines = Path(mounts).read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, folder, found, *_ = line.split(" ")
-        folder = folder.replace("\\040", " ")
-        if (resolved == folder or resolved.startswith(folder.rstrip("/") + "/")) and len(folder) >= len(best):
-            best, kind = folder, found
-    return kind
 
 
 def check_binding(wants: Mapping[str, Any] | None) -> Results:

@@ -26,16 +26,15 @@ from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import is_there, read_json, write_json
+from primerl_hpc.common.node.filesystems import IN_MEMORY, filesystem_of
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.run.ports import address_of, listen_host, suffixed_address
 from primerl_hpc.runtime.job.environment_checks import (
-    IN_MEMORY,
     check_arch,
     check_binding,
     check_containers,
     check_plugin,
     check_proxy,
-    filesystem_of,
 )
 from primerl_hpc.runtime.job.gpu_checks import GIB, Results, check_gpus
 from primerl_hpc.runtime.steps.limits import RAISED, raise_limits

@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from primerl_hpc.common.node.filesystems import LOCAL, filesystem_of
+
 NAME_VARIABLE = "PRIMERL_PRIVATE_TMP"
 SCRATCH_VARIABLE = "PRIMERL_SCRATCH"
 STORE_VARIABLE = "PRIMERL_COMPILE_STORE"
@@ -41,7 +43,7 @@ SCRATCH_CACHES = {
 keeps compile caches."""
 
 LOCK = ".lock"
-"""File in the folder that contains the host's name. Each guard that uses the folder holds a shared lock on it."""
+"""File in the folder on which each guard that uses it holds a shared lock."""
 
 _NAME = re.compile(r"\.p[0-9a-f]{12}(?:-\d+)?")
 """Names of the folders: `RunKeys.temporary_name`, and the job's id."""
@@ -92,9 +94,6 @@ class PrivateTmp:
                 os.close(fd)
                 return
             if _is_same(fd, self.folder / LOCK):
-                if os.fstat(fd).st_size == 0:
-                    with contextlib.suppress(OSError):  # the disk is full; the process may need no space
-                        os.pwrite(fd, os.uname().nodename.encode(), 0)
                 self._lock = fd
                 return
             os.close(fd)
@@ -110,11 +109,13 @@ class PrivateTmp:
 
 
 def delete_abandoned(base: Path) -> list[Path]:
-    """Delete the folders of this user in ``base`` whose guards were all killed on this node, and return them.
+    """Delete the folders of this user in ``base`` whose guards were all killed, and return them.
 
-    A folder that a guard holds is kept, and one that another host created, because ``base`` may be on a filesystem
-    whose locks only one node sees.
+    A folder that a guard holds is kept. Nothing is deleted on a network filesystem, whose locks other nodes may not
+    see.
     """
+    if filesystem_of(base) not in LOCAL:
+        return []
     try:
         names = [name for name in os.listdir(base) if _NAME.fullmatch(name)]
     except OSError:
@@ -123,13 +124,12 @@ def delete_abandoned(base: Path) -> list[Path]:
 
 
 def _delete_if_abandoned(folder: Path) -> bool:
-    host = os.uname().nodename.encode()
     with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as fd:
         if not _is_private(os.fstat(fd)):
             return False
         with _opened(LOCK, os.O_RDWR, dir_fd=fd) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.pread(lock, 256, 0) != host or not _is_same(lock, LOCK, dir_fd=fd):
+            if not _is_same(lock, LOCK, dir_fd=fd):
                 return False
             _delete(folder, fd)
             return True

@@ -17,6 +17,7 @@ import pytest
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.node.filesystems import filesystem_of
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.access.keys import run_keys
@@ -27,7 +28,6 @@ from primerl_hpc.runtime.job.environment_checks import (
     check_plugin,
     check_proxy,
     elf_arch,
-    filesystem_of,
 )
 from primerl_hpc.runtime.job.gpu_checks import count_amd_gpus, judge_count
 from primerl_hpc.runtime.job.no_proxy import no_proxy_variables
@@ -90,6 +90,16 @@ def test_a_missing_network_plugin_is_bad_and_one_in_the_library_path_is_found(tm
     (tmp_path / "librccl-net.so").touch()
     assert list(check_plugin("rccl", variables)) == [("ok", str(tmp_path / "librccl-net.so"))]
     assert list(check_plugin("none", {})) == []
+
+
+def test_the_filesystem_of_a_folder_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_bytes(
+        b"/dev/sda / ext4 rw 0 0\nnas:/x /home nfs4 rw 0 0\ntmpfs /home/a\\040b tmpfs rw 0 0\nusb /\xff vfat rw 0 0\n"
+    )
+    found = {path: filesystem_of(Path(path), str(mounts)) for path in ("/homes", "/home/c", "/home/a b/d")}
+    assert found == {"/homes": "ext4", "/home/c": "nfs4", "/home/a b/d": "tmpfs"}
+    assert filesystem_of(tmp_path, str(tmp_path / "missing")) == ""
 
 
 def test_a_scratch_folder_in_memory_is_not_a_disk() -> None:

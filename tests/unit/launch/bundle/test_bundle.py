@@ -141,29 +141,32 @@ def test_a_node_that_cannot_use_the_bundle_reports_why_and_keeps_nothing(
 
 
 @pytest.mark.parametrize(
-    ("squeue", "is_deleted"),
+    ("squeue", "filesystem", "is_deleted"),
     [
-        ("echo CANCELLED", True),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True),
-        ("echo RUNNING", False),
-        ("echo COMPLETED; echo COMPLETING", False),
-        ("true", False),
-        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", False),
-        ("exit 127", False),
+        ("echo CANCELLED", "xfs", True),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "tmpfs", True),
+        ("echo CANCELLED", "nfs", False),
+        ("echo CANCELLED", "UNKNOWN (0x19830326)", False),
+        ("echo RUNNING", "xfs", False),
+        ("echo COMPLETED; echo COMPLETING", "xfs", False),
+        ("true", "xfs", False),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "xfs", False),
+        ("exit 127", "xfs", False),
     ],
 )
 def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
-    squeue: str, is_deleted: bool, bundle: Path, tmp_path: Path
+    squeue: str, filesystem: str, is_deleted: bool, bundle: Path, tmp_path: Path
 ) -> None:
-    command, node = tmp_path / "bin" / "squeue", tmp_path / "node"
-    command.parent.mkdir()
-    command.write_text(f"#!/bin/sh\n{squeue}\n")
-    command.chmod(0o755)
+    commands, node = tmp_path / "bin", tmp_path / "node"
+    commands.mkdir()
+    for name, script in (("squeue", squeue), ("stat", f"echo '{filesystem}'")):
+        (commands / name).write_text(f"#!/bin/sh\n{script}\n")
+        (commands / name).chmod(0o755)
     left = node / f"primerl-bundle-{os.getuid()}-17-0123456789abcdef"
     own = node / f"primerl-bundle-{os.getuid()}-18-0123456789abcdef"
     for folder in (left, own):
         (folder / "bin").mkdir(parents=True)
-    path = f"{command.parent}:{os.environ['PATH']}"
+    path = f"{commands}:{os.environ['PATH']}"
     done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
     assert done.returncode == 0 and left.exists() is not is_deleted and own.exists()
     expected = f"deleting the environment that job 17 left: {left}\n" if is_deleted else ""
