@@ -1,4 +1,4 @@
-"""For every test: an environment that nobody else has set (tests/support/isolation.py) and a state home of its own.
+"""For every test: an environment that no user has set (tests/support/isolation.py) and a state home of its own.
 
 Also ``--update-golden``, and which tests stay together when workers share them.
 """

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import verify_checksums  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
 from tests.support.helpers import ROOT, end_role, make_tiny_model, wait_for  # noqa: E402
-from tests.support.parallel_ranks import SAVED_STEP, STEPS, Case, batch  # noqa: E402
+from tests.support.parallel_ranks import SAVED_STEP, STEPS, batch  # noqa: E402
 from tests.support.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -366,6 +368,45 @@ EXPORTED = [name for name, case in LAYOUTS.items() if case.get("is_exported")]
 ADAPTERS = [name for name in EXPORTED if "lora" in LAYOUTS[name]]
 
 
+def features(case: dict[str, Any]) -> set[str]:
+    """Return what a case combines: its family, its settings, pairs of axes, and each axis with the kind of family."""
+    model, layout = case["model"], case.get("layout", {})
+    kind = "state" if model in STATEFUL else "experts" if model in MOE else "dense"
+    axes = sorted(axis for axis, degree in layout.items() if degree != 1)
+    found = {f"{key}={value}" for block in (layout, case.get("trainer", {})) for key, value in block.items()}
+    found |= {f"{key}={case[key]['type']}" for key in ("optimizer", "loss") if key in case}
+    found |= {
+        key for key, value in case.items() if key in ("lora", "resume_from", "save_to") or value is True
+    }
+    found |= {f"{first} with {second}" for first, second in combinations(axes, 2)}
+    return found | {f"model={model}", *(f"{kind} with {axis}" for axis in axes)}
+
+
+def covering(named: dict[str, dict[str, Any]]) -> set[str]:
+    """Return cases that together have every feature of all cases; of equal ones, that with the fewest ranks."""
+    missing = set().union(*(features(case) for case in named.values()))
+    chosen: set[str] = set()
+    while missing:
+        best = max(named, key=lambda name: (len(features(named[name]) & missing), -named[name]["ranks"]))
+        chosen.add(best)
+        missing -= features(named[best])
+    return chosen
+
+
+TRAINED = {name: case for name, case in LAYOUTS.items() if name not in REFUSED}
+COVERING = covering(TRAINED)
+
+
+def slow_unless(name: str, *in_gate: str) -> Any:
+    """Return the parameter ``name``, marked slow unless it is one of ``in_gate``."""
+    return pytest.param(name, marks=() if name in in_gate else pytest.mark.slow)
+
+
+def in_gate(names: Iterable[str]) -> list[Any]:
+    """Return parameters in which the layouts that `COVERING` leaves out are marked slow."""
+    return [slow_unless(name, *COVERING) for name in names]
+
+
 @dataclass
 class Results:
     folder: Path
@@ -377,7 +418,7 @@ class Results:
         return load_file(self.folder / f"{name}.safetensors")
 
 
-def cases(folder: Path) -> list[Case]:
+def all_cases() -> dict[str, dict[str, Any]]:
     """Return the references of RL and SFT first, then layouts by number of ranks, and last the cases that resume."""
     named: dict[str, dict[str, Any]] = {}
     for name, case in REFERENCE.items():
@@ -411,21 +452,46 @@ def cases(folder: Path) -> list[Case]:
     is_last = [name for name, case in LAYOUTS.items() if case["ranks"] == 1]
     for name in sorted(LAYOUTS, key=lambda name: (name in is_last, LAYOUTS[name]["ranks"])):
         named[name] = LAYOUTS[name]
-    return [
-        cast(Case, {"name": name, **case, "model": str(folder / case["model"])})
-        for name, case in named.items()
-    ]
+    return named
+
+
+def cases_of(items: Iterable[pytest.Item]) -> dict[str, dict[str, Any]]:
+    """Return the cases that tests name in their parameters, their references, and the cases from which they resume."""
+    named = all_cases()
+    wanted = {
+        name
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        for value in item.callspec.params.values()
+        for name in ([value] if isinstance(value, str) else value if isinstance(value, tuple) else [])
+    } & named.keys()
+    wanted |= {reference_of(named[name]) for name in wanted if named[name]["ranks"] > 1} & named.keys()
+    folders = {named[name].get("resume_from") for name in wanted}
+    wanted |= {name for name, case in named.items() if case.get("save_to") in folders - {None}}
+    return {name: case for name, case in named.items() if name in wanted}
+
+
+def reference_of(case: dict[str, Any]) -> str:
+    return case.get("reference", f"{case['model']}-rl")
+
+
+SPECIAL_MODELS = {
+    "tied": partial(make_family, "qwen3", tie_word_embeddings=True),
+    "qwen3_vl": make_vision_language,
+    "wide": partial(make_family, "qwen3_moe", **WIDE),
+}
+"""Models that are not named by their family."""
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Results:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Train the cases of the selected tests of this module."""
     folder = tmp_path_factory.mktemp("parallel")
-    for family in (*REFERENCES, "olmo2"):
-        make_family(family, folder / family)
-    make_family("qwen3", folder / "tied", tie_word_embeddings=True)
-    make_vision_language(folder / "qwen3_vl")
-    make_family("qwen3_moe", folder / "wide", **WIDE)
-    (folder / "cases.json").write_text(json.dumps(cases(folder)))
+    needed = cases_of(item for item in request.session.items if item.path == request.path)
+    for model in {case["model"] for case in needed.values()}:
+        SPECIAL_MODELS.get(model, partial(make_family, model))(folder / model)
+    rows = [{"name": name, **case, "model": str(folder / case["model"])} for name, case in needed.items()]
+    (folder / "cases.json").write_text(json.dumps(rows))
     log = folder / "ranks.log"
     with log.open("w") as file:
         ranks = subprocess.Popen(
@@ -457,10 +523,10 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: f
         assert (found[name] - value).norm() <= share * value.norm(), name
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in REFUSED])
+@pytest.mark.parametrize("name", in_gate(TRAINED))
 def test_losses_gradients_and_weights_equal_those_of_one_rank(results, name):
     case = LAYOUTS[name]
-    reference = case.get("reference", f"{case['model']}-rl")
+    reference = reference_of(case)
     found, expected = results.tensors(name), results.tensors(reference)
     steps, expected_steps = results.report(name)["steps"], results.report(reference)["steps"]
     if "resume_from" in case:  # its first gradients are those of step 3
@@ -484,11 +550,13 @@ def test_a_degree_that_does_not_fit_the_model_is_refused_with_the_numbers(result
     assert REFUSED[name] in results.report(name)["refused"]
 
 
-def test_deepep_dispatch_trains_as_one_rank_within_bfloat16_precision(results):
-    assert_close(results.tensors("half-deepep-2"), results.tensors("half-1"), 0.05)
+@pytest.mark.parametrize("names", [("half-deepep-2", "half-1")])
+def test_deepep_dispatch_trains_as_one_rank_within_bfloat16_precision(results, names):
+    found, expected = names
+    assert_close(results.tensors(found), results.tensors(expected), 0.05)
 
 
-@pytest.mark.parametrize("name", FLOAT16)
+@pytest.mark.parametrize("name", [slow_unless(name, "float16-lora-2") for name in FLOAT16])
 def test_float16_with_a_scaled_loss_trains_as_one_rank(results, name):
     """The mixture's reference is float16 too: rounding changes the experts of single tokens.
 
@@ -501,9 +569,10 @@ def test_float16_with_a_scaled_loss_trains_as_one_rank(results, name):
     assert scales == [65536] * STEPS
 
 
-@pytest.mark.parametrize("name", IN_FP8)
-def test_layouts_in_fp8_train_as_one_rank_within_the_precision_of_fp8(results, name):
-    expected, plain, found = (results.tensors(case) for case in ("fp8-1", "plain-1", name))
+@pytest.mark.parametrize("expected", [("fp8-1", "plain-1")])
+@pytest.mark.parametrize("name", [slow_unless(name, "fp8-expert-2") for name in IN_FP8])
+def test_layouts_in_fp8_train_as_one_rank_within_the_precision_of_fp8(results, name, expected):
+    expected, plain, found = (results.tensors(case) for case in (*expected, name))
     deviation = relative_change(expected, plain)
     assert deviation > 0.01  # FP8 is coarser than bfloat16
     assert relative_change(found, expected) < 0.6 * deviation
@@ -532,25 +601,26 @@ def plain_loss(model, step: int) -> Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
-def test_a_family_trains_as_plain_transformers_does(results, family):
+@pytest.mark.parametrize("name", [f"{family}-1" for family in (*FAMILIES, "tied")])
+def test_a_family_trains_as_plain_transformers_does(results, name):
     """Cross-entropy of unpacked samples, computed with transformers on one process."""
     from transformers import AutoModelForCausalLM
 
+    family = name.removesuffix("-1")
     attention = "eager" if family == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(results.folder / family, attn_implementation=attention)
     loss = plain_loss(model, 1)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert results.report(f"{family}-1")["steps"][0]["loss/mean"] == pytest.approx(loss.item(), rel=1e-5)
-    tensors = results.tensors(f"{family}-1")
-    for name, parameter in model.named_parameters():
+    assert results.report(name)["steps"][0]["loss/mean"] == pytest.approx(loss.item(), rel=1e-5)
+    tensors = results.tensors(name)
+    for key, parameter in model.named_parameters():
         assert parameter.grad is not None
-        difference = (tensors[f"gradient.{name}"] - parameter.grad).norm()
-        assert difference <= 1e-5 * parameter.grad.norm(), name
+        difference = (tensors[f"gradient.{key}"] - parameter.grad).norm()
+        assert difference <= 1e-5 * parameter.grad.norm(), key
 
 
-@pytest.mark.parametrize("name", [name for name in EXPORTED if name not in ADAPTERS])
+@pytest.mark.parametrize("name", in_gate(name for name in EXPORTED if name not in ADAPTERS))
 def test_an_export_has_the_names_of_its_source_and_loads_in_transformers(results, name):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -582,18 +652,18 @@ def test_only_the_adapters_of_a_policy_are_trained(results, name):
     )
 
 
-def test_frozen_weights_are_stored_in_the_type_of_the_computation(results):
-    for key, value in results.tensors("lora-half-2").items():
+@pytest.mark.parametrize("names", [("lora-half-2", "lora-1")])
+def test_frozen_weights_are_stored_in_the_type_of_the_computation(results, names):
+    for key, value in results.tensors(names[0]).items():
         is_trained = key.endswith(("lora_A", "lora_B"))
         assert value.dtype == (torch.float32 if is_trained else torch.bfloat16), key
     losses, expected = (
-        [step["loss/mean"] for step in results.report(name)["steps"][:STEPS]]
-        for name in ("lora-half-2", "lora-1")
+        [step["loss/mean"] for step in results.report(name)["steps"][:STEPS]] for name in names
     )
     assert losses == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", in_gate(ADAPTERS))
 def test_adapters_merged_into_their_base_are_the_trained_policy(results, name, tmp_path):
     """All weights are equal to 1e-6, and transformers computes the same log-probabilities."""
     base, adapter, lora = exported_adapter(results, name)
@@ -616,7 +686,7 @@ def test_adapters_merged_into_their_base_are_the_trained_policy(results, name, t
 
 # PEFT gives fused experts a pattern of ranks, and then looks for it among modules alone
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", in_gate(ADAPTERS))
 def test_peft_loads_an_adapter_as_the_trained_policy(results, name):
     peft = pytest.importorskip("peft")
     base, adapter, _ = exported_adapter(results, name)
@@ -661,17 +731,18 @@ def test_a_step_of_four_forwards_has_the_expected_collectives(results, name, gat
     assert counts["_reduce_scatter_base_"] == scatters
 
 
-def test_all_ranks_collect_garbage_at_the_same_step_and_at_no_other(results):
-    assert results.report("small")["collections"] == [[0, 1, 1]] * 2
-    assert results.report("large")["collections"] == [[0, 0, 0]] * 2
+@pytest.mark.parametrize(("name", "per_step"), [("small", [0, 1, 1]), ("large", [0, 0, 0])])
+def test_all_ranks_collect_garbage_at_the_same_step_and_at_no_other(results, name, per_step):
+    assert results.report(name)["collections"] == [per_step] * 2
 
 
-def test_replicas_are_averaged_once_a_step(results):
+@pytest.mark.parametrize("names", [("large-replicated", "large")])
+def test_replicas_are_averaged_once_a_step(results, names):
     """Two forward passes. Of the five weight groups, two of experts are not sharded within a replica: no
     reduce-scatter."""
-    counts = results.report("large-replicated")["collectives"]
+    counts = results.report(names[0])["collectives"]
     assert counts["_reduce_scatter_base_"] == 2 * 3
-    totals_and_norm = results.report("large")["collectives"]["allreduce_"]
+    totals_and_norm = results.report(names[1])["collectives"]["allreduce_"]
     # the experts' norm is summed over both axes of their mesh, and their loads over all ranks
     assert counts["allreduce_"] == totals_and_norm + 5 + 2 + 1
 

@@ -25,6 +25,7 @@ IMPORTED_BY = {
 SOURCES = {f"{name.replace('.', '/')}.py": "" for name in IMPORTED_BY} | {
     "tests/unit/plan/test_planner.py": 'open(ROOT / "recipes" / "rl.yaml")'
 }
+SUBMISSION = "tests/slurm/test_submission.py"
 MEMORY, PLANNER = "tests/unit/plan/test_memory.py", "tests/unit/plan/test_planner.py"
 
 
@@ -36,7 +37,9 @@ MEMORY, PLANNER = "tests/unit/plan/test_memory.py", "tests/unit/plan/test_planne
         ("primerl_hpc/plan/__init__.py", {MEMORY: 1, PLANNER: 1}),
         ("recipes/debug/rl.yaml", {PLANNER: 0}),
         ("recipes/debug/sft.yaml", {PLANNER: 0}),
-        ("tests/slurm/test_submission.py", {"tests/slurm/test_submission.py": 0}),
+        ("tests/slurm/test_submission.py", {SUBMISSION: 0}),
+        ("primerl_hpc/launch/submit.py", {SUBMISSION: changed.FURTHEST}),
+        ("templates/sbatch/job.sbatch.j2", {SUBMISSION: changed.FURTHEST}),
         ("LICENSE", {}),
     ],
 )
@@ -135,27 +138,7 @@ def test_the_nearest_modules_run_first(tmp_path: Path) -> None:
     assert re.findall(r"test_\w\.py", done.stdout) == ["test_c.py", "test_a.py", "test_b.py"]
 
 
-def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    (tmp_path / "test_slow.py").write_text(
-        "import os, time\n"
-        "def test_first():\n    os.environ['CHANGED_END'] = str(time.time())\n"
-        "def test_second():\n    raise AssertionError\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.support.changed",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == pytest.ExitCode.INTERRUPTED and "1 passed" in done.stdout, done.stdout
-
-
-def test_a_test_that_starts_programs_is_left_out_shortly_before_the_end(tmp_path: Path) -> None:
+def test_tests_are_left_out_when_the_time_for_their_kind_is_over(tmp_path: Path) -> None:
     for folder in ("e2e", "unit"):
         (tmp_path / "tests" / folder).mkdir(parents=True)
         (tmp_path / "tests" / folder / f"test_{folder}.py").write_text("def test(): pass")
@@ -169,6 +152,15 @@ def test_a_test_that_starts_programs_is_left_out_shortly_before_the_end(tmp_path
         )  # fmt: skip
         return done.stdout
 
-    assert "2 passed" in run(changed.PROGRAM_S + 3600)
-    shortly_before = run(changed.PROGRAM_S - 1)
-    assert "1 passed, 1 skipped" in shortly_before and changed.NO_TIME in shortly_before
+    assert "2 passed" in run(3600)
+    after_the_unit_tests = run(-1)
+    assert "1 passed, 1 skipped" in after_the_unit_tests and changed.NO_TIME in after_the_unit_tests
+    assert "test_unit.py" in after_the_unit_tests.partition("SKIPPED")[2]
+    assert "2 skipped" in run(changed.PROGRAM_S - changed.END_TO_END_S - 1)
+
+
+def test_the_table_of_end_to_end_tests_names_existing_files() -> None:
+    for beginning, tests in changed.END_TO_END.items():
+        assert (ROOT / beginning).exists()
+        assert [test for test in tests if not (ROOT / test).exists()] == []
+        assert all(test.startswith(changed.STARTS_PROGRAMS) for test in tests)

@@ -168,17 +168,9 @@ def package_findings() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return words, wide
 
 
-TESTS = sorted(
-    {str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests").glob("[!u]*/__init__.py")}
-    | {str(path.parent.relative_to(ROOT / "tests")) for path in (ROOT / "tests/unit").glob("*/__init__.py")}
-)
-"""Folders of tests: their docstrings, comments and names are checked too."""
-
-
-@pytest.mark.parametrize("folder", TESTS)
-def test_prose_of_tests_uses_no_word_of_the_deny_list(folder: str) -> None:
+def test_prose_of_tests_uses_no_word_of_the_deny_list() -> None:
     found: list[str] = []
-    for path in sorted((ROOT / "tests" / folder).rglob("*.py")):
+    for path in sorted((ROOT / "tests").rglob("*.py")):
         source, name = path.read_text(), str(path.relative_to(ROOT))
         nodes = list(ast.walk(ast.parse(source)))
         prose = [Prose(name, node.lineno, str(node.value), is_docstring=True) for node in docstrings(nodes)]
@@ -195,9 +187,8 @@ def test_prose_of_tests_uses_no_word_of_the_deny_list(folder: str) -> None:
 FOLDERS = sorted({path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")} | {"."})
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_prose_of_the_package_uses_no_word_of_the_deny_list_and_fits_its_width(folder: str) -> None:
-    words, wide = (found[folder] for found in package_findings())
+def test_prose_of_the_package_uses_no_word_of_the_deny_list_and_fits_its_width() -> None:
+    words, wide = ([place for places in found.values() for place in places] for found in package_findings())
     assert not words, "\n".join(words)
     assert not wide, "\n".join(wide)
 
@@ -212,18 +203,25 @@ def test_a_class_name_exists_once() -> None:
     assert not twice
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_documentation_uses_no_word_of_the_deny_list(page: Path) -> None:
-    name = str(page.relative_to(ROOT))
-    found = [each for number, line in page_lines(page) for each in violations(Prose(name, number, line))]
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_documentation_uses_no_word_of_the_deny_list() -> None:
+    found = [
+        violation
+        for page in PAGES
+        for number, line in page_lines(page)
+        for violation in violations(Prose(name_of(page), number, line))
+    ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_line_of_documentation_is_wider_than_its_limit(page: Path) -> None:
+def test_no_line_of_documentation_is_wider_than_its_limit() -> None:
     """Rows of tables cannot be wrapped; all other prose can."""
     wide = [
-        number
+        f"{name_of(page)}:{number}"
+        for page in PAGES
         for number, line in page_lines(page)
         if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")
     ]
@@ -237,10 +235,9 @@ PLACEHOLDERS = {"constraints/EXTRA.txt"}
 """Names that stand for several files."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_path_in_backticks_exists(page: Path) -> None:
+def test_a_path_in_backticks_exists() -> None:
     """`folder/module.py` is relative to the package or the repository; paths of examples are not checked."""
-    text = "\n".join(line for _, line in page_lines(page))
+    text = "\n".join(line for page in PAGES for _, line in page_lines(page))
     missing = []
     for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text):
         first = path.split("/")[0]
@@ -258,26 +255,30 @@ def heading_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+def test_a_link_leads_to_a_page_and_a_heading() -> None:
     broken = []
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", page.read_text()):
-        if target.startswith(("http://", "https://")):
-            continue
-        path = (page.parent / target).resolve() if target else page
-        if not path.exists() or (anchor and anchor not in heading_anchors(path)):
-            broken.append(f"{target}#{anchor}")
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", page.read_text()):
+            if target.startswith(("http://", "https://")):
+                continue
+            path = (page.parent / target).resolve() if target else page
+            if not path.exists() or (anchor and anchor not in heading_anchors(path)):
+                broken.append(f"{name_of(page)}: {target}#{anchor}")
     assert not broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_command_and_its_options_exist(page: Path) -> None:
-    """``primerl-hpc COMMAND --option`` in lines of code and in backticks."""
-    context = click.Context(cli)
+def shown_commands(page: Path) -> list[str]:
+    """Return lines of code, and commands in backticks."""
     prose = {number for number, _ in page_lines(page)}
     lines = page.read_text().splitlines()
     shown = [line.strip() for number, line in enumerate(lines, 1) if number not in prose]
-    shown += re.findall(r"`(primerl-hpc [^`]+)`", "\n".join(lines))
+    return shown + re.findall(r"`(primerl-hpc [^`]+)`", "\n".join(lines))
+
+
+def test_a_command_and_its_options_exist() -> None:
+    """``primerl-hpc COMMAND --option`` in lines of code and in backticks."""
+    context = click.Context(cli)
+    shown = [line for page in PAGES for line in shown_commands(page)]
     unknown = []
     for line in shown:
         if not line.startswith("primerl-hpc "):
