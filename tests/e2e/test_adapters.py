@@ -29,6 +29,7 @@ pytestmark = pytest.mark.e2e
 STEPS = 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_vllm_finds_a_module_for_every_tensor_of_an_adapter(tmp_path: Path) -> None:
     """Mixture-of-experts models with dense layers and shared experts, with vLLM's own models and reader: vLLM cannot

@@ -19,6 +19,7 @@ from tests.support.runs import command
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_sft_is_followed_by_its_export_and_its_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ trainer: {param_dtype: float32}
 """
 
 
+@pytest.mark.slow
 def test_sft_is_measured_with_random_weights_if_the_model_has_only_a_config(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny", rows=10, hidden=64)
     for path in (tiny / "model").glob("*.safetensors"):
@@ -51,6 +52,7 @@ def test_sft_is_measured_with_random_weights_if_the_model_has_only_a_config(tmp_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_rl_is_measured_with_the_plan_of_a_prepared_run_which_stays_unchanged(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny", rows=10)
     settings = [
@@ -109,6 +111,7 @@ def measure(folder: Path, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_engines_are_measured_in_closed_and_open_loops(recipe: Path) -> None:
     lengths = ("--prompt-tokens", "20-40", "--output-tokens", "48", "--requests", "8")
     result = measure(recipe, "inference", "--concurrency", "1,4", "--rate", "50", *lengths)
@@ -130,6 +133,7 @@ def test_engines_are_measured_in_closed_and_open_loops(recipe: Path) -> None:
     assert "requests of up to 212 tokens do not fit into inference.max_model_len 128" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_complete_loop_is_measured_on_synthetic_rollouts(recipe: Path) -> None:
     result = measure(recipe, "submit", "--steps", "2", "--warm-up", "1", "--output-tokens", "10")
     assert (result["bench"], result["steps"]) == ("submit", 2)

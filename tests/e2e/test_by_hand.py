@@ -79,6 +79,7 @@ def prepare(folder: Path, *overrides: str) -> RunDir:
     return RunDir(folder / "run")
 
 
+@pytest.mark.slow
 def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -> None:
     run = prepare(tmp_path, "max_steps=3")
     sft = primerl("sft", "run", cwd=tmp_path)

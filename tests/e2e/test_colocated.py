@@ -33,6 +33,7 @@ pytestmark = pytest.mark.e2e
 ENGINE, TRAINER = "inference-0", "trainer-0"
 
 
+@pytest.mark.slow
 def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(
     start: Callable[..., RunDir], work: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_one_slot_is_used_in_turns_and_both_sides_recover_from_kills(
     assert log.count("sleeping; policy version") >= 12 and "waiting until the trainer's turn is over" in log
 
 
+@pytest.mark.slow
 def test_a_turn_of_adapters_is_saved_before_the_walltime_and_fixed_shares_need_no_turns(
     start: Callable[..., RunDir], work: Path
 ) -> None:

@@ -455,6 +455,7 @@ def test_the_evaluation_server_queries_the_judge_and_leaves_no_files(
     assert list(serving.home.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_judge_that_restarts_at_another_address_is_queried_there(tmp_path: Path) -> None:
     model, run = (
         make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model",
@@ -577,6 +578,7 @@ def test_a_template_without_a_renderer_ends_the_server_and_the_error_names_the_m
     assert f"no renderer is known for model {model}" in log.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_tools_with_a_renderer_that_has_none_end_the_server_with_an_error(tmp_path: Path) -> None:
     recipe = make_recipe(make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model")
     recipe["environments"]["train"] = [{"id": "calculator"}]
@@ -630,6 +632,7 @@ class Echo(vf.Taskset[EchoTask, EchoConfig]):
 """An environment as `vf-init` creates it, with a tool server for each task."""
 
 
+@pytest.mark.slow
 def test_episodes_that_start_tool_servers_are_limited_to_one_per_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -720,6 +723,7 @@ raise ValueError("that was all")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_writable", [True, False], ids=["home", "home that cannot be written"])
 def test_an_image_is_pulled_once_across_restarts_and_episodes_use_the_scratch_folder(
     tmp_path: Path, is_writable: bool

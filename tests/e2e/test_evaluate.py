@@ -122,6 +122,7 @@ def test_versions_are_scored_as_they_appear_and_after_a_kill_only_missing_ones(
     assert (home / "scores.svg").read_text().count("<polyline") == 1
 
 
+@pytest.mark.slow
 def test_an_sft_run_is_evaluated_while_it_trains(home: Path) -> None:
     """The shipped recipe with fewer steps: the base model, one version in between and the last one are evaluated, and
     only the kept versions remain on disk."""

@@ -26,6 +26,7 @@ ENGINES = 64
 """So many that one more operation for each of them at a start of 10 s would exceed the budget."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_start_and_idle_time_of_watchers_keep_to_their_budgets_with_many_processes() -> None:
     idle = partial(measure, checkout=ROOT, engines=ENGINES, seconds=20.0, settle_s=16.0)

@@ -189,6 +189,7 @@ def test_a_trained_policy_is_served_as_the_trainer_wrote_it(
     assert not is_of(serving.model, generated)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_adapters_are_loaded_replaced_and_unloaded_by_name_while_the_engine_serves(tmp_path: Path) -> None:
     """An engine of kind inference; PEFT's model of each adapter computes the expected log-probabilities."""
@@ -261,6 +262,7 @@ def test_an_engine_without_room_for_adapters_refuses_them_by_name(serving: Servi
     assert answer.status_code == 409 and "inference.adapter_dirs" in answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_an_engine_and_the_trainer_use_the_same_longrope_factors(
     serving: Serving, one_rank: World, tmp_path: Path
 ) -> None:
@@ -389,6 +391,7 @@ def test_a_killed_engine_restarts_at_its_url_with_the_newest_version_and_follows
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_version_that_one_data_parallel_rank_cannot_open_is_served_by_no_rank(tmp_path: Path) -> None:
     """The second rank has no file descriptors left and refuses; the first one keeps its weights too."""
     engine = Serving(tmp_path, Role.INFERENCE, layout={"data_parallel": 2})
@@ -445,6 +448,7 @@ def write_link(run: RunDir, version: int, before: Path, after: Path) -> Path:
     return link.commit([entry], [{"name": name, "size_bytes": len(new), "crc32": zlib.crc32(new.tobytes())}])
 
 
+@pytest.mark.slow
 def test_profile_writes_traces_of_a_serving_engine_and_names_one_without_requests(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

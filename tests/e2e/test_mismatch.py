@@ -15,6 +15,7 @@ from tests.support.served_updates import make_model
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_the_mismatch_of_engine_and_trainer_is_that_of_the_data_type(tmp_path: Path) -> None:
     make_model(
         tmp_path / "model", "cohere2", seed=1

@@ -62,6 +62,7 @@ def primerl(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="needs the right to create a network namespace")
 def test_a_run_needs_no_network_after_prefetch(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     tiny = make_tiny_model(tmp_path / "tiny", rows=200)

@@ -76,6 +76,7 @@ def is_of(model: Path, asked: list[int], generated: dict) -> bool:
     return generated["logprobs"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_decode_engine_pulls_the_kv_blocks_and_samples_as_transformers_does(serving: Serving) -> None:
     others, own = prefills(serving)
     before = pulled_tokens(serving)
@@ -87,6 +88,7 @@ def test_the_decode_engine_pulls_the_kv_blocks_and_samples_as_transformers_does(
     assert engines == [serving.url(DECODES)]
 
 
+@pytest.mark.slow
 def test_chat_streams_and_text_prompts_are_prefilled_remotely_too(serving: Serving) -> None:
     others, own = prefills(serving)
     body = {
@@ -105,6 +107,7 @@ def test_chat_streams_and_text_prompts_are_prefilled_remotely_too(serving: Servi
     assert prefills(serving) == (others + 3, own)
 
 
+@pytest.mark.slow
 def test_an_update_reaches_both_engines_and_later_blocks_are_of_the_new_version(
     serving: Serving, tmp_path: Path
 ) -> None:
@@ -131,6 +134,7 @@ def test_an_update_reaches_both_engines_and_later_blocks_are_of_the_new_version(
     wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_engine_fails_no_request(serving: Serving) -> None:
     others, own = prefills(serving)
     with ThreadPoolExecutor(8) as pool:

@@ -57,6 +57,7 @@ def test_sft_learns_and_exports_a_model_that_transformers_loads(warm_model: Path
     assert model.num_parameters() > 300_000 and AutoTokenizer.from_pretrained(weights).chat_template
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_following_terminal_does_not_end_the_local_run(
     work: Path, warm_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

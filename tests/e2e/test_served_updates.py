@@ -34,11 +34,19 @@ TRUE_WARNINGS = {
 """Warnings of vLLM's reload about the parameter that the model copies past its loader, by case of `BYPASSES`."""
 
 
+IN_GATE = ("qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "nemotron_h")
+"""One family of each kind of attention and layer: plain, sliding, fused matrices, experts, fused experts, state."""
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Results of the process that runs all cases, by case."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Results of the process that runs the cases of the selected tests, by case."""
     folder = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "-m", "tests.support.served_updates", str(folder), *SERVED, *BYPASSES]
+    selected = {parameter_of(item) for item in request.session.items if item.path == request.path}
+    cases = [case for case in (*SERVED, *BYPASSES) if case in selected]
+    command = [sys.executable, "-m", "tests.support.served_updates", str(folder), *cases]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(folder / "run"), capture_output=True, text=True, check=False
     )
@@ -47,7 +55,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {line.pop("case"): line for line in lines}
 
 
-@pytest.mark.parametrize("family", SERVED)
+def parameter_of(item: pytest.Item) -> str:
+    return next(iter(item.callspec.params.values()), "") if hasattr(item, "callspec") else ""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.slow) for name in SERVED]
+)
 def test_an_updated_engine_computes_the_log_probabilities_of_the_new_weights(
     results: dict[str, dict[str, Any]], family: str
 ) -> None:
@@ -88,6 +102,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_that_are_loaded_together_have_the_bits_of_vllms_own_load(
     ranks: dict[str, list[dict[str, Any]]], layout: str
@@ -104,6 +119,7 @@ def test_experts_that_are_loaded_together_have_the_bits_of_vllms_own_load(
         assert rank["in_parts"]["calls"] > updated["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_expert_that_is_not_sent_is_found_although_experts_are_loaded_together(
     ranks: dict[str, list[dict[str, Any]]], layout: str
@@ -115,6 +131,7 @@ def test_an_expert_that_is_not_sent_is_found_although_experts_are_loaded_togethe
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_of_experts_logs_only_what_was_not_written(
     ranks: dict[str, list[dict[str, Any]]], layout: str
@@ -144,6 +161,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fp8_weights_and_scales_after_an_update_have_the_bits_of_a_start_from_the_new_weights(
     quantized: dict[str, dict[str, Any]], scheme: str
@@ -157,6 +175,7 @@ def test_fp8_weights_and_scales_after_an_update_have_the_bits_of_a_start_from_th
     assert found["back"] == found["started"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_fp8_engine_refuses_an_update_without_one_of_its_weights(
     quantized: dict[str, dict[str, Any]], scheme: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
@@ -27,6 +29,7 @@ STEPS = 6
 OVERHEADS = Overheads(rollout_s=0.2, deliver_s=0.2)
 
 
+@pytest.mark.slow
 def test_a_real_run_is_as_long_and_as_stale_as_its_simulation(work: Path, tmp_path: Path) -> None:
     model = work / "outputs" / "tiny" / "model"
     real = measured(SMALL, model, STEPS, seed=0, folder=tmp_path / "small")

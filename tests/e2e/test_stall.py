@@ -47,6 +47,7 @@ def test_training_continues_while_no_call_in_the_run_directory_returns() -> None
     assert found["longest_step_in_stall_s"] < 0.8 * STALL_S, found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_rl_trains_on_the_batches_that_are_there_while_its_metrics_cannot_be_written(
     tmp_path: Path,

@@ -112,6 +112,7 @@ def test_follow_up_jobs_are_removed_with_a_failed_run_and_submitted_again_by_res
     trio.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [ChainRequest(3), ChainRequest(is_until_done=True)])
 def test_follow_up_jobs_start_after_whichever_link_completes_the_run(trio: Trio, chain: ChainRequest) -> None:
     trio.submit(chain)

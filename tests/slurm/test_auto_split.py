@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.files import read_json, read_jsonl, write_json, write_text
@@ -61,6 +63,7 @@ def steps_of(toy: SlurmToy, attempt: int) -> list[float]:
     return [row["time/step"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_bad_split_is_at_least_one_and_a_half_times_as_fast_within_three_links(
     new_toy: Callable[..., SlurmToy], tmp_path: Path
 ) -> None:
@@ -92,6 +95,7 @@ def test_a_bad_split_is_at_least_one_and_a_half_times_as_fast_within_three_links
         )
 
 
+@pytest.mark.slow
 def test_without_auto_split_the_advice_is_shown_and_the_plan_stays(
     new_toy: Callable[..., SlurmToy], tmp_path: Path
 ) -> None:

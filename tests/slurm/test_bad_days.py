@@ -68,6 +68,7 @@ def check_whole(toy: SlurmToy) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_the_run_with_a_clear_message_and_loses_no_complete_checkpoint(
     cluster: Cluster, small_disk: Path, new_toy: Callable[..., SlurmToy]
 ) -> None:
@@ -113,6 +114,7 @@ def neighbours(new_toy: Callable[..., SlurmToy]) -> Iterator[tuple[SlurmToy, Slu
     yield toys
 
 
+@pytest.mark.slow
 def test_two_runs_on_the_same_nodes_do_not_interfere(neighbours: tuple[SlurmToy, SlurmToy]) -> None:
     first, second = neighbours
     hosts = [toy.endpoint("inference-0")["host"] for toy in neighbours]

@@ -88,6 +88,7 @@ def _text(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_the_ranks_of_both_nodes_are_measured_together(
     recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_the_ranks_of_both_nodes_are_measured_together(
     assert_nothing_is_left(tmp_path, ["model", "recipe.yaml"])
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_benchmarked_run_has_the_exit_code_of_its_ranks(
     recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_failure_of_a_benchmarked_run_has_the_exit_code_of_its_ranks(
     assert tree(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_cancels_the_benchmark_job(
     recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:
@@ -146,6 +149,7 @@ def test_an_interrupt_cancels_the_benchmark_job(
         assert_nothing_is_left(tmp_path, ["model", "recipe.yaml"])
 
 
+@pytest.mark.slow
 def test_the_complete_loop_is_measured_by_a_job(
     recipe_for: Callable[[dict[str, Any]], str], tmp_path: Path
 ) -> None:

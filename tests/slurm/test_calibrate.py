@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("cluster", "acting_user")
 FIGURES = {"gemm": 18, "copy": 3, "all_gather": 3, "all_reduce": 3, "file_write": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["virtual", "local"])
 def test_a_node_is_measured_and_its_rows_are_added_to_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_text
 from primerl_hpc.common.names import Role, RunState
@@ -26,6 +28,8 @@ from tests.support.virtual_slurm import SlurmToy, run_cli
 TRAIN = """
 import os, sys, time
 from pathlib import Path
+
+import pytest
 import my_losses, primerl_hpc
 from primerl_hpc.common import package
 from primerl_hpc.common.env import package as expected
@@ -43,6 +47,8 @@ sys.exit(75)
 SAY_PREFIX = """
 import sys, time
 from pathlib import Path
+
+import pytest
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 run, name = RunDir(Path(sys.argv[1])), sys.argv[3]
@@ -62,6 +68,7 @@ def edit(checkout: Path, edition: str) -> None:
     (checkout / "lib" / "my_losses.py").write_text(f"EDITION = {edition!r}\n")
 
 
+@pytest.mark.slow
 def test_a_dirty_checkout_edited_between_two_attempts_does_not_change_the_run(
     new_toy: Callable[..., SlurmToy], tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_elastic_engines_leave_rejoin_and_end_with_their_run(toy: SlurmToy) -> N
     assert_nothing_is_left(toy)
 
 
+@pytest.mark.slow
 def test_elastic_engines_wait_for_the_next_attempt_of_their_run(toy: SlurmToy) -> None:
     """A requeued run finds the jobs of its engines, which restart with its new keys; a stopped run releases them, and
     resume submits new ones."""
@@ -117,6 +118,7 @@ def test_elastic_engines_wait_for_the_next_attempt_of_their_run(toy: SlurmToy) -
     assert_nothing_is_left(toy)
 
 
+@pytest.mark.slow
 def test_elastic_engines_end_when_the_supervisor_or_their_node_is_lost(toy: SlurmToy) -> None:
     add_roles(toy).submit()
     for engine in ("inference-0", "inference-1"):
@@ -147,6 +149,7 @@ def test_a_queued_run_is_cancelled_with_its_elastic_engines(new_toy: Callable[..
     assert_nothing_is_left(toy)
 
 
+@pytest.mark.slow
 def test_a_run_whose_elastic_engines_are_refused_is_not_queued(toy: SlurmToy, tmp_path: Path) -> None:
     root, model = str(toy.run.root), tmp_path / "model"
     model.mkdir()

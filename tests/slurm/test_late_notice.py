@@ -31,6 +31,7 @@ def slow_cluster(users_folder: Path, virtual_cluster: Cluster) -> Iterator[Clust
         yield Cluster(made.folder, users[0])
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_dead_node_before_slurm_marks_it_down(
     slow_cluster: Cluster, users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
+import pytest
+
 from primerl_hpc.cluster.node_types import NodeType
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
@@ -65,6 +67,7 @@ def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resume
     assert ask(["squeue", "--noheader"]) == ""
 
 
+@pytest.mark.slow
 def test_roles_run_on_nodes_of_their_type_and_a_spare_node_replaces_one_of_its_own_type(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_crash_on_the_other_component_is_reported_and_ends_both(toy: SlurmToy)
     wait_for(lambda: (fact := toy.accounted()) is not None and fact.exit_code == 1, "its code in accounting")
 
 
+@pytest.mark.slow
 def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes(toy: SlurmToy) -> None:
     """SLURM kills the steps of component 1 without a signal to the batch process: there may be no time for a save."""
     add_roles(toy).submit()
@@ -119,6 +123,7 @@ def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes
     toy.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_preemption_and_node_loss_of_one_component_requeue_both(
     new_toy: Callable[..., SlurmToy],
 ) -> None:
@@ -153,6 +158,7 @@ def test_preemption_and_node_loss_of_one_component_requeue_both(
     assert ask(["squeue", "--noheader"]) == ""
 
 
+@pytest.mark.slow
 def test_a_lost_head_node_without_requeue_fails_the_run_and_frees_the_other_component(
     new_toy: Callable[..., SlurmToy],
 ) -> None:

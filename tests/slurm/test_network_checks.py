@@ -63,6 +63,7 @@ def test_a_firewall_between_two_nodes_is_named_with_both(
     assert "firewall" in blocked["hint"] and "cannot connect" in found["all-reduce"]["said"]
 
 
+@pytest.mark.slow
 def test_a_node_with_a_slow_network_is_named_and_can_be_excluded(
     cluster: Cluster, acting_user: object, profile: str, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_node_with_a_slow_network_is_named_and_can_be_excluded(
     assert not list((tmp_path / "runs").rglob("*")), "the files of the measurement remain"
 
 
+@pytest.mark.slow
 def test_a_spare_replaces_a_node_with_a_slow_network_before_the_first_process(
     new_toy: Callable[..., SlurmToy],
 ) -> None:

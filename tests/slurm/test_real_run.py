@@ -217,6 +217,7 @@ def test_an_inference_run_reports_its_address_and_serves(
     assert real.state == RunState.STOPPED
 
 
+@pytest.mark.slow
 def test_an_evaluation_run_scores_and_ends_and_its_engine_serves_chat(
     cluster: Cluster, submit: Callable[..., RealRun]
 ) -> None:

@@ -29,6 +29,7 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
+@pytest.mark.slow
 def test_the_bench_detects_a_comparison_that_is_off_by_one(bench: Any) -> None:
     line = line_of(">= config.window")
     done = subprocess.run(

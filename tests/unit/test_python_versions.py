@@ -32,6 +32,7 @@ def test_the_tool_runs_the_versions_that_the_package_names() -> None:
     assert words is not None and words[1].split() == named_versions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [name for name in named_versions() if name != "3.11"])
 def test_a_login_nodes_tests_pass_on_another_version(
     version: str, tmp_path_factory: pytest.TempPathFactory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from aiohttp import ClientSession, web
 
 from primerl_hpc.plan.simulation.lengths import Lengths
@@ -21,6 +22,7 @@ async def until_running(engine: RatedEngine, running: int, waiting: int) -> None
     await wait_for_async(has_them, f"{running} running and {waiting} waiting")
 
 
+@pytest.mark.slow
 def test_a_sequence_ends_when_its_client_disconnects() -> None:
     """A cancelled rollout that continued would keep its engine busy and slow the others, which vLLM does not do."""
 

@@ -25,7 +25,7 @@ layout: {inference: {nodes: NODES}, trainer: {nodes: NODES}}
 """
 
 
-@pytest.mark.parametrize("nodes", [1024, 4096])
+@pytest.mark.parametrize("nodes", [1024, pytest.param(4096, marks=pytest.mark.slow)])
 def test_plan_and_script_of_many_nodes(tmp_path: Path, nodes: int) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("NODES", str(nodes // 2)))
     recipe = load_recipe(str(tmp_path / "recipe.yaml"))
@@ -37,6 +37,7 @@ def test_plan_and_script_of_many_nodes(tmp_path: Path, nodes: int) -> None:
     assert len(plan.nodes) == nodes and len(script.encode()) < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, words",
     [

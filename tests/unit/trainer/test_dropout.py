@@ -69,8 +69,16 @@ def logprobs_of(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, "rl") for family in (*FAMILIES, *MORE_FAMILIES, *VISION_FAMILIES)),
-        *((family, "sft") for family in (*FAMILIES, *DIFFERENT_RATES, *VISION_FAMILIES)),
+        *((family, "rl") for family in (*FAMILIES, *VISION_FAMILIES)),
+        ("phi3", "sft"),
+        *(
+            pytest.param(family, kind, marks=pytest.mark.slow)
+            for kind, families in (
+                ("rl", MORE_FAMILIES),
+                ("sft", (*FAMILIES, *(set(DIFFERENT_RATES) - {"phi3"}), *VISION_FAMILIES)),
+            )
+            for family in sorted(families)
+        ),
     ],
 )
 def test_dropout_of_a_models_config_is_not_active(one_rank, tmp_path, family, kind):
