@@ -34,7 +34,7 @@ from tests.support.runs import (
     wait_in_run,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 STEPS = 10
 SHORT = (
     f"max_steps={STEPS}",
@@ -138,6 +138,7 @@ def reversing_api() -> Iterator[Api]:
         is_open.set()
 
 
+@pytest.mark.slow
 def test_sft_distill_learns_from_any_chat_api_and_updates_an_engine_that_is_killed(
     start: Callable[..., RunDir], work: Path, reversing_api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how many random faults in the pure modules the unit tests detect.
+"""Measure how many random faults in the pure modules the unit tests of the land gate detect.
 
     tools/bench/mutations.py                                  # 24 mutants of every module below
     tools/bench/mutations.py --module runtime/policy --all
@@ -221,7 +221,7 @@ def _run_tests_here(copy: Path, module: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     tests = [f"tests/unit/{name}" for name in TESTS[module].split()]
-    words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:anyio", "--hypothesis-seed=0"]
+    words = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:anyio", "--hypothesis-seed=0"]
     words.append(f"--hypothesis-profile={PROFILE}")
     os._exit(pytest.main([*words, *tests]))
 
