@@ -28,8 +28,6 @@ from tests.support.virtual_slurm import SlurmToy, run_cli
 TRAIN = """
 import os, sys, time
 from pathlib import Path
-
-import pytest
 import my_losses, primerl_hpc
 from primerl_hpc.common import package
 from primerl_hpc.common.env import package as expected
@@ -47,8 +45,6 @@ sys.exit(75)
 SAY_PREFIX = """
 import sys, time
 from pathlib import Path
-
-import pytest
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 run, name = RunDir(Path(sys.argv[1])), sys.argv[3]
