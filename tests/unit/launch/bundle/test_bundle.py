@@ -140,37 +140,44 @@ def test_a_node_that_cannot_use_the_bundle_reports_why_and_keeps_nothing(
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir()), done.stderr
 
 
+ANSWERS = {
+    "11": "echo CANCELLED",
+    "12": "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+    "13": "echo RUNNING",
+    "14": "echo COMPLETED; echo COMPLETING",
+    "15": "true",
+    "16": "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+    "17": "exit 127",
+}
+"""Job → what squeue does when it is asked for it. The first two have ended."""
+
+
 @pytest.mark.parametrize(
-    ("squeue", "filesystem", "is_deleted"),
-    [
-        ("echo CANCELLED", "xfs", True),
-        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "tmpfs", True),
-        ("echo CANCELLED", "nfs", False),
-        ("echo CANCELLED", "UNKNOWN (0x19830326)", False),
-        ("echo RUNNING", "xfs", False),
-        ("echo COMPLETED; echo COMPLETING", "xfs", False),
-        ("true", "xfs", False),
-        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "xfs", False),
-        ("exit 127", "xfs", False),
-    ],
+    ("filesystem", "ended"), [("xfs", {"11", "12"}), ("nfs", set()), ("UNKNOWN (0x19830326)", set())]
 )
 def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
-    squeue: str, filesystem: str, is_deleted: bool, bundle: Path, tmp_path: Path
+    filesystem: str, ended: set[str], bundle: Path, tmp_path: Path
 ) -> None:
     commands, node = tmp_path / "bin", tmp_path / "node"
     commands.mkdir()
-    for name, script in (("squeue", squeue), ("stat", f"echo '{filesystem}'")):
+    cases = "".join(f"*--jobs={job}*) {answer} ;;\n" for job, answer in ANSWERS.items())
+    scripts = {"squeue": f'case "$*" in\n{cases}esac', "stat": f"echo '{filesystem}'"}
+    for name, script in scripts.items():
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
-    left = node / f"primerl-bundle-{os.getuid()}-17-0123456789abcdef"
-    own = node / f"primerl-bundle-{os.getuid()}-18-0123456789abcdef"
-    for folder in (left, own):
+    own, *left = (node / f"primerl-bundle-{os.getuid()}-{job}-0123456789abcdef" for job in ("18", *ANSWERS))
+    for folder in (own, *left):
         (folder / "bin").mkdir(parents=True)
     path = f"{commands}:{os.environ['PATH']}"
     done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
-    assert done.returncode == 0 and left.exists() is not is_deleted and own.exists()
-    expected = f"deleting the environment that job 17 left: {left}\n" if is_deleted else ""
-    assert done.stderr == expected and done.stdout == f"{node / 'env'}\n"
+    assert done.returncode == 0 and done.stdout == f"{node / 'env'}\n" and own.exists()
+    assert {job for job, folder in zip(ANSWERS, left, strict=True) if not folder.exists()} == ended
+    expected = [
+        f"deleting the environment that job {job} left: {folder}"
+        for job, folder in zip(ANSWERS, left, strict=True)
+        if job in ended
+    ]
+    assert done.stderr.splitlines() == expected
 
 
 def test_a_folder_of_another_kind_is_not_used(bundle: Path, tmp_path: Path) -> None:
