@@ -8,6 +8,7 @@ The API key is never an argument, because `ps` would show it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from primerl_hpc.recipe.schema.cross_checks import DEPRECATED_FP8, ONLINE_FP8
 from primerl_hpc.recipe.schema.model import MAX_SERVED_RANK
 from primerl_hpc.recipe.schema.recipe import InferenceLayout, Recipe
 from primerl_hpc.transport.base_models.engine_options import engine_options
+from primerl_hpc.transport.base_models.families import STATEFUL
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.worker.extension.WeightUpdate"
@@ -65,7 +67,7 @@ def engine_args(
         "logprobs-mode": "processed_logprobs",
         # requests set all sampling parameters; the model's generation_config must not add defaults
         "generation-config": "vllm",
-        "enable-prefix-caching": True,
+        **_prefix_caching(is_cpu, model_config),
         # on CPUs vLLM sleeps without freeing memory
         "enable-sleep-mode": recipe.layout.takes_turns and not is_cpu,
         "enable-scale-out": True,  # serves the token-in, token-out route
@@ -88,6 +90,16 @@ def engine_args(
     negated = {_key_of(name) for name, value in inference.extra_args.items() if value is False}
     arguments = [part for name, value in options.items() for part in _as_flag(name, value)]
     return [*arguments, *(_negate(name) for name in sorted(negated - _SWITCHES))]
+
+
+def engine_seed(seed: int, process: str, instance_id: str) -> int:
+    """Return the seed of a process of vLLM, in 0..2³¹−1.
+
+    It differs between replicas and incarnations: with one seed, engines that get the same prompts in the same order
+    sample the same replies. All nodes of an engine have the same.
+    """
+    digest = hashlib.sha256(f"{seed} {process} {instance_id}".encode()).digest()
+    return int.from_bytes(digest[:4]) >> 1
 
 
 def node_args(layout: InferenceLayout, num_nodes: int, node_rank: int, address: dict[str, Any]) -> list[str]:
@@ -127,6 +139,13 @@ def _profiler(folder: str | None) -> dict[str, str]:
         "max_iterations": MAX_TRACED_ITERATIONS,
     }
     return {"profiler-config": json.dumps(config)}
+
+
+def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return the option for prompts that begin alike. Layers with state need chunked prefill for it, as vLLM does."""
+    text = (config or {}).get("text_config") or config or {}
+    has_state = text.get("model_type") in STATEFUL
+    return {"no-enable-prefix-caching": True} if is_cpu and has_state else {"enable-prefix-caching": True}
 
 
 def _of_family(config: Mapping[str, Any] | None) -> dict[str, str]:

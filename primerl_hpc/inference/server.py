@@ -36,7 +36,7 @@ from primerl_hpc.common.safety.error_text import describe_error, last_error
 from primerl_hpc.common.safety.images import restrict_pillow
 from primerl_hpc.inference import routes
 from primerl_hpc.inference.checkpoint import read_headers
-from primerl_hpc.inference.engine_args import engine_args, node_args
+from primerl_hpc.inference.engine_args import engine_args, engine_seed, node_args
 from primerl_hpc.inference.token_responses import numbers_tokens
 from primerl_hpc.inference.turns import KEEP_WEIGHTS, sleep_level, wait_for_turn
 from primerl_hpc.inference.worker.start_times import read_start_times
@@ -331,8 +331,9 @@ def _arguments(plan: Plan, phase: PhasePlan, process: str, model_path: str) -> l
     # the base model, not a policy version: those are copied as deltas, or read once
     if model_path == phase.model_path:
         model_path = local_copy(model_path)
+    seed = engine_seed(recipe.seed, process, env.instance_id())
     return engine_args(
-        recipe,
+        recipe.model_copy(update={"seed": seed}),
         model_path=model_path,
         accelerator=plan.accelerator,
         is_prefill=phase.process(process).role == Role.PREFILL,

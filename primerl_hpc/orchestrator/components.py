@@ -93,7 +93,7 @@ def build_dispatcher(
             group_size=rollouts.group_size,
             batch_size=rollouts.batch_size,
             max_in_flight=concurrency.limit if concurrency else rollouts.in_flight_ceiling,
-            max_off_policy_steps=rollouts.max_off_policy_steps,
+            max_off_policy_steps=rollouts.max_age,
             async_level=rollouts.explicit_level,
             **env_bounds(envs),
         ),

@@ -51,7 +51,7 @@ def data_types(model: Path) -> dict[str, Any]:
     """Return the device and the types that it computes: vLLM's CPU kernels take layers with state in bfloat16 only."""
     import torch
 
-    from primerl_hpc.trainer.model.families import STATEFUL
+    from primerl_hpc.transport.base_models.families import STATEFUL
 
     if accelerator() == "gpu":
         has_bfloat16 = torch.cuda.get_device_capability()[0] >= FIRST_WITH_BFLOAT16

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import sysconfig
@@ -149,6 +150,31 @@ def test_reward_rises_when_every_role_is_killed_once(
     # the first batch of a recovery may contain rollouts that waited in the checkpoint's queue
     stale, fresh = mismatch_with_and_without_staleness(run)
     assert stale <= 0.1 and fresh <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_slow_trainer_trains_no_token_that_is_older_than_the_level(
+    start: Callable[..., RunDir], tmp_path: Path, level: int
+) -> None:
+    """``max_off_policy_steps`` is 8, which bounds the age only with ``async_level: auto``."""
+    shutil.copy(ROOT / "tests" / "support" / "slow_loss.py", tmp_path)
+    run = start(
+        f"level-{level}",
+        *SMALL,
+        f"rollouts.async_level={level}",
+        "rollouts.max_off_policy_steps=8",
+        "max_steps=8",
+        "checkpoint.interval=null",
+        "loss={type: custom, import_path: 'slow_loss:slow_dppo'}",
+        f"env.PYTHONPATH={tmp_path}",
+    )
+    assert wait_for_end(run) == RunState.DONE, told(run)
+    ages = [row["off_policy/max"] for row in read_steps(run.metrics("orchestrator")).values()]
+    assert len(ages) == 8 and max(ages) == level
+    if level == 0:
+        mismatch = [row["mismatch_kl/all/mean"] for row in read_steps(run.metrics("trainer")).values()]
+        assert max(mismatch) < 1e-5  # float32 on both sides
 
 
 def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(

@@ -201,29 +201,35 @@ def reload_warnings() -> Iterator[list[str]]:
 
 
 class Engine:
-    """vLLM in this process, with our worker extension and the model in ``folder``."""
+    """vLLM in this process, with the arguments of a run's engine, for the model in ``folder``."""
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
-        from transformers import AutoConfig
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
 
-        from primerl_hpc.inference.engine_args import WORKER_EXTENSION
-        from primerl_hpc.transport.base_models.engine_options import engine_options
+        from primerl_hpc.inference.engine_args import engine_args
+        from primerl_hpc.inference.server import family_config
+        from primerl_hpc.inference.vllm_compat import parse_serve_args
+        from primerl_hpc.recipe.load import parse_recipe
 
-        options = engine_options(AutoConfig.from_pretrained(folder).to_dict())
-
-        self.llm = LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype=dtype,
-            max_model_len=64,
-            kv_cache_memory_bytes=16 << 20,
-            worker_extension_cls=WORKER_EXTENSION,
-            enable_prefix_caching=False,
-            enable_chunked_prefill=False,
-            **{name.replace("-", "_"): value for name, value in options.items()},
+        recipe = parse_recipe(
+            {
+                "kind": "inference",
+                "name": "served",
+                "model": {"name": str(folder), "dtype": dtype},
+                "inference": {
+                    "max_model_len": 64,
+                    "kv_cache_gib": 2**-6,
+                    "extra_args": {"skip-tokenizer-init": True},
+                },
+            }
         )
+        arguments = engine_args(
+            recipe,
+            model_path=str(folder),
+            accelerator="cpu",
+            model_config=family_config(recipe, str(folder)),
+        )
+        self.llm = LLM.from_engine_args(EngineArgs.from_cli_args(parse_serve_args(arguments)))
 
     def update(self, body: dict[str, Any]) -> dict[str, Any]:
         """Update the engine's only worker, as the route does."""

@@ -18,8 +18,15 @@ from primerl_hpc.common.block import Block
 from primerl_hpc.orchestrator.algorithms.length_penalty import penalize_length
 from primerl_hpc.orchestrator.types import Rollout, Sample, TrainSample
 
-# Rewards closer than this count as equal: division by a tiny standard deviation must not amplify rounding errors.
-EQUAL = 1e-9
+ROUNDING = 8 * float(np.finfo(np.float32).eps)
+"""Relative error of a reward that was computed in float32, by a few operations."""
+SMALLEST = 1e-9
+"""Rewards around 0 that are closer than this are equal: they are what is left of terms that cancel."""
+
+
+def are_equal(rewards: NDArray[np.float64]) -> bool:
+    """True if rewards [G] differ by no more than rounding, which no division by their deviation may amplify."""
+    return float(np.ptp(rewards)) <= max(SMALLEST, ROUNDING * float(np.abs(rewards).max()))
 
 
 class Algorithm(ABC):
@@ -55,7 +62,7 @@ class GroupBaseline(Algorithm):
 
     def advantages(self, group: Sequence[Rollout]) -> list[NDArray[np.float64]]:
         rewards = penalize_length(self.config.length_penalty, group)
-        if np.ptp(rewards) < EQUAL:
+        if are_equal(rewards):
             advantages = np.zeros_like(rewards)
         else:
             advantages = self.compare(rewards, np.asarray([rollout.output_tokens for rollout in group]))

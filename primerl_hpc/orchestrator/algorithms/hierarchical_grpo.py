@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.orchestrator.algorithms.base import EQUAL, Algorithm
+from primerl_hpc.orchestrator.algorithms.base import Algorithm, are_equal
 from primerl_hpc.orchestrator.types import Rollout
 
 
@@ -43,7 +43,7 @@ class HierarchicalGrpo(Algorithm):
 
 
 def _against(reward: float, peers: list[float]) -> float:
-    if max(peers) - min(peers) < EQUAL:
+    if are_equal(np.asarray(peers)):
         return 0.0
     return reward - float(np.mean(peers))
 

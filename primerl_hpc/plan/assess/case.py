@@ -117,7 +117,7 @@ class Case:
             group_size=rollouts.group_size,
             max_in_flight=choice.max_in_flight,
             # engines that sleep during a step do not work ahead
-            max_off_policy_steps=0 if self.recipe.layout.takes_turns else rollouts.max_off_policy_steps,
+            max_off_policy_steps=0 if self.recipe.layout.takes_turns else rollouts.max_age,
             async_level=0 if self.recipe.layout.takes_turns else rollouts.explicit_level,
             lengths=self.distribution,
             turns=expected.turns,

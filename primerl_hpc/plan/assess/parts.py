@@ -121,7 +121,7 @@ class Parts:
     def running(self, choice: LayoutChoice) -> float:
         """Return the sequences that an engine runs in the steady state, as far as permits and demand allow."""
         rollouts = self.case.recipe.rollouts
-        demand = self.case.batch_size * (2 + rollouts.max_off_policy_steps)
+        demand = self.case.batch_size * (2 + rollouts.max_age)
         permits = choice.max_in_flight or demand
         return max(1.0, min(self.max_running(choice), min(permits, demand) / choice.num_engines))
 

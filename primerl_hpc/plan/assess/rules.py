@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from primerl_hpc.common.names import Kind
 from primerl_hpc.plan.assess.prediction import Prediction
 from primerl_hpc.plan.predict.timing.host_cores import full_processes
+from primerl_hpc.recipe.schedules import highest_factor
 from primerl_hpc.recipe.schema.recipe import Recipe
 
 MIN_BATCH, MIN_GROUP = 64, 8
@@ -23,6 +24,7 @@ def rules_of_thumb(
     if recipe.kind not in (Kind.RL, Kind.SFT):
         return []
     found = list(_rollouts(recipe)) if recipe.kind == Kind.RL else []
+    found += _schedule(recipe)
     found += _checkpoints(recipe, prediction, walltime_s)
     if prediction is not None and prediction.fits:
         found += _load(recipe, prediction)
@@ -66,6 +68,14 @@ def _rollouts(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    if recipe.max_steps is not None and (highest := highest_factor(recipe.scheduler, recipe.max_steps)) < 1:
+        yield (
+            f"scheduler: max_steps {recipe.max_steps} is too short for warm-up and decay, so that the learning rate "
+            f"never exceeds {highest:.2f} of optimizer.lr; lower warmup_steps or decay_steps"
+        )
+
+
 def _checkpoints(recipe: Recipe, prediction: Prediction | None, walltime_s: float | None) -> Iterator[str]:
     interval = recipe.checkpoint.interval
     step = prediction.figures.get("time.step") if prediction is not None else None
@@ -92,13 +102,13 @@ def _load(recipe: Recipe, prediction: Prediction) -> Iterator[str]:
         )
     if run is None:
         return
+    key = "max_off_policy_steps" if recipe.rollouts.explicit_level is None else "async_level"
     if run.discarded > HIGH_DISCARD:
         yield (
-            f"{run.discarded:.0%} of the rollouts become too old for their batch; raise rollouts.max_off_policy_steps "
+            f"{run.discarded:.0%} of the rollouts become too old for their batch; raise rollouts.{key} "
             "or lower max_in_flight"
         )
     if recipe.rollouts.max_lead == 0 and not recipe.layout.takes_turns:
-        key = "max_off_policy_steps" if recipe.rollouts.max_off_policy_steps == 0 else "async_level"
         yield (
             f"rollouts.{key} 0 is synchronous: engines and trainer take turns, and each is idle while "
             "the other works"

@@ -198,7 +198,7 @@ def _in_flight(case: Case, choice: LayoutChoice, parts: Parts) -> list[LayoutCho
     if case.recipe.kind != Kind.RL or rollouts.max_in_flight != "auto":
         return [choice]
     room = parts.max_running(choice) * choice.num_engines
-    most = min(room, case.batch_size * (2 + rollouts.max_off_policy_steps))
+    most = min(room, case.batch_size * (2 + rollouts.max_age))
     steps = (most, min(most, 2 * case.batch_size), min(most, case.batch_size))
     size = rollouts.group_size
     numbers = sorted({max(size, int(number) // size * size) for number in steps})

@@ -216,14 +216,14 @@ class Rollouts(Block):
     """Number of rollouts of the same task whose rewards are compared with each other."""
     max_off_policy_steps: NonNegativeInt = 8
     """Maximum age of a rollout's oldest token when its batch is built, in policy versions. 0: synchronous, on-policy
-    training."""
+    training. An explicit ``async_level`` is the maximum age instead."""
     async_level: Auto | NonNegativeInt = "auto"
     """Number of batches that the orchestrator may be ahead of the weights in the engines: batch n ships, and rollouts
-    start, once policy version n - 1 - async_level is live. 0 is synchronous: a batch ships only when the engines serve
-    the weights of the step before it; rollouts in flight still continue across an update, unless
-    ``max_off_policy_steps`` is 0. At most ``max_off_policy_steps``. The weights of the last async_level + 1 versions
-    stay on disk. ``auto``: 1, or 0 with ``max_off_policy_steps: 0``; rollouts then also start for the batch that is
-    collected while the trainer has one ahead, if ``max_off_policy_steps`` is at least 2."""
+    start, once policy version n - 1 - async_level is live. It also bounds the age of every trained token: a rollout in
+    flight that would become older is cancelled. 0 is synchronous, on-policy training. At most
+    ``max_off_policy_steps``. The weights of the last async_level + 1 versions stay on disk. ``auto``: 1, or 0 with
+    ``max_off_policy_steps: 0``, and tokens may be as old as ``max_off_policy_steps``; rollouts then also start for the
+    batch that is collected while the trainer has one ahead, if ``max_off_policy_steps`` is at least 2."""
     max_in_flight: Auto | PositiveInt | None = None
     """Maximum number of rollouts in flight. Default: twice the batch size, and at least 1024 with
     ``adaptive_concurrency``. ``auto``: the predicted best number that the engines' KV caches hold."""
@@ -266,6 +266,11 @@ class Rollouts(Block):
     def explicit_level(self) -> int | None:
         """``async_level``; None for ``auto``."""
         return None if self.async_level == "auto" else self.async_level
+
+    @property
+    def max_age(self) -> int:
+        """Maximum age of a trained token in policy versions: the explicit ``async_level``, or the limit of ``auto``."""
+        return self.max_off_policy_steps if self.async_level == "auto" else self.async_level
 
     @property
     def in_flight_ceiling(self) -> int:

@@ -166,7 +166,7 @@ def advice_for(plan: Plan, profile: Profile, rows: dict[str, list[Row]]) -> Advi
         batch_size=rollouts.batch_size if rollouts.batch_tokens is None else None,
         group_size=rollouts.group_size,
         max_in_flight=rollouts.in_flight_ceiling,
-        max_off_policy_steps=rollouts.max_off_policy_steps,
+        max_off_policy_steps=rollouts.max_age,
         async_level=rollouts.explicit_level,
     )
     if measured is None:

@@ -55,7 +55,10 @@ def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor, form: Fp8Format) -
         return gpu.grouped_multiply(x, weight, ends, form)
     sizes = [end - start for start, end in pairwise([0, *ends.tolist()])]
     parts = zip(x.split(sizes), weight.unbind(), strict=True)
-    return torch.cat([multiply(rows, matrix, form) for rows, matrix in parts if len(rows)])
+    products = [multiply(rows, matrix, form) for rows, matrix in parts if len(rows)]
+    return (
+        torch.cat(products) if products else F.linear(x, weight[0])
+    )  # no rows, but a gradient for the weight
 
 
 class EmulatedProduct(torch.autograd.Function):

@@ -38,6 +38,7 @@ from primerl_hpc.trainer.model.recurrent.by_sample import run_by_sample
 from primerl_hpc.trainer.parallel.attention import CHUNK, PACKING, TEMPERATURE
 from primerl_hpc.trainer.parallel.fused_experts import FusedExperts
 from primerl_hpc.trainer.parallel.mesh import World
+from primerl_hpc.transport.base_models.families import STATEFUL
 
 # -- refusals --------------------------------------------------------------------------------------
 
@@ -97,13 +98,6 @@ def logit_form(config: PreTrainedConfig) -> tuple[float, float | None]:
     scale = getattr(config, "logit_scale", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     return scale / (getattr(config, "logits_scaling", None) or 1.0), cap
-
-
-STATEFUL = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"),
-    *("nemotron_h", "bamba", "granitemoehybrid"),
-)
-"""Families whose layers with state `recurrent.by_sample` computes."""
 
 
 def check_state(config: PreTrainedConfig, world: World, name: str) -> None:

@@ -10,6 +10,12 @@ from primerl_hpc.common.errors import ConfigError
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Families that differ from another one by their name only."""
 
+STATEFUL = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"),
+    *("nemotron_h", "bamba", "granitemoehybrid"),
+)
+"""Families with layers that carry state along a sequence (linear attention, Mamba, short convolutions)."""
+
 # fmt: off
 COMPARED = frozenset({
     "apertus", "arcee", "bamba", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",

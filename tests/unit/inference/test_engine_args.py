@@ -13,7 +13,7 @@ from primerl_hpc.cli.profile import MAX_ITERATIONS
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
-from primerl_hpc.inference.engine_args import MAX_TRACED_ITERATIONS, engine_args, node_args
+from primerl_hpc.inference.engine_args import MAX_TRACED_ITERATIONS, engine_args, engine_seed, node_args
 from primerl_hpc.inference.server import family_config, is_stored_quantized
 from primerl_hpc.inference.turns import DROP_WEIGHTS, KEEP_WEIGHTS, sleep_level, wait_for_turn
 from primerl_hpc.plan.engine_env import engine_env
@@ -55,6 +55,30 @@ def test_cpu_engines_run_eagerly_with_a_bounded_kv_cache() -> None:
     assert found["kv-cache-memory-bytes"] == str(2**30)
     assert "gpu-memory-utilization" not in found
     assert found["no-enable-chunked-prefill"] is True
+
+
+def test_replicas_and_incarnations_have_seeds_of_their_own_and_the_nodes_of_an_engine_the_same() -> None:
+    seeds = [
+        engine_seed(seed, process, instance)
+        for seed in (0, 42)
+        for process in ("inference-0", "inference-1")
+        for instance in ("1.0", "1.1", "2.0")
+    ]
+    assert len(set(seeds)) == 12 and all(0 <= seed < 2**31 for seed in seeds)
+    assert engine_seed(42, "inference-1", "2.0") == seeds[-1]
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "nemotron_h"}, {"text_config": {"model_type": "qwen3_5_text"}}]
+)
+def test_engines_on_cpus_cache_no_prefixes_of_layers_with_state(config: dict[str, Any]) -> None:
+    """vLLM would need chunked prefill for it, which is off on CPUs."""
+
+    def found(accelerator: str) -> dict[str, str | bool]:
+        return flags(engine_args(recipe(), model_path="m", accelerator=accelerator, model_config=config))
+
+    assert "no-enable-prefix-caching" in found("cpu") and "enable-prefix-caching" not in found("cpu")
+    assert "enable-prefix-caching" in found("gpu") and "no-enable-prefix-caching" not in found("gpu")
 
 
 def test_the_profiler_is_configured_with_a_limit_and_a_folder_of_the_run() -> None:

@@ -77,9 +77,26 @@ def test_advantage_equals_the_plain_formula(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(PLAIN))
-@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.0, 0.0], [1.0]])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2, 0.3, 0.3],
+        [float(np.float32(0.1) + np.float32(0.2)), 0.3, 0.3],
+        [float(np.float32(80.1)), 80.1, 80.1],
+        [0.1 + 0.2 - 0.3, 0.0, 0.0],
+        [0.0, 0.0],
+        [1.0],
+    ],
+)
 def test_equal_rewards_give_exact_zeros_whatever_the_rounding(kind, rewards):
     assert not any(advantages_of(kind, rewards, [3] * len(rewards)))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_small_rewards_and_small_differences_are_no_rounding(scale):
+    advantages = advantages_of("grpo_std", [scale, 2 * scale, 3 * scale], [3] * 3)
+    assert advantages == pytest.approx([-1, 0, 1], rel=1e-2)
+    assert advantages_of("grpo_std", [1.0, 1.0, 1.0001], [3] * 3)[2] == pytest.approx(1.15, rel=1e-2)
 
 
 def test_max_rl_is_zero_where_the_mean_reward_is_not_positive():

@@ -45,8 +45,8 @@ def make_recipe(**rollouts: Any) -> Recipe:
 async def play(loop: Orchestrator, until: int) -> dict[int, list[int]]:
     """Run the loop to the end of batch ``until`` with engines that are much faster than the trainer.
 
-    The trainer publishes a version only when the loop can do nothing else. Returns the versions that sampled each
-    batch.
+    The trainer publishes a version only when the loop can do nothing else. Returns the versions that sampled the
+    groups in the queue when each batch is built.
     """
     sampled: dict[int, list[int]] = {}
     while loop.dispatcher.step <= until:
@@ -98,6 +98,15 @@ def test_each_batch_is_sampled_by_the_version_of_its_level_also_after_a_resume(
     sampled = asyncio.run(play(second, 14))
     assert sorted(sampled) == list(range(8, 15))
     assert_ages(run, sampled, level, 7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_trained_token_is_older_than_the_level_whatever_is_in_flight(tmp_path: Path, level: int) -> None:
+    run, recipe = RunDir(tmp_path), make_recipe(async_level=level, max_in_flight=32)
+    assert recipe.rollouts.max_off_policy_steps == 8
+    asyncio.run(play(make_train_loop(run, recipe), 8 + level))
+    ages = [row["off_policy/max"] for row in read_steps(run.metrics("orchestrator")).values()]
+    assert len(ages) == 8 + level and max(ages) == level
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from primerl_hpc.recipe.schedules import lr_factor
+from primerl_hpc.recipe.schedules import highest_factor, lr_factor
 from primerl_hpc.recipe.schema.run import Checkpoint
 from primerl_hpc.recipe.schema.training import Constant, Cosine, Linear
 from primerl_hpc.trainer.checkpoint.checkpoint import is_due, kept_checkpoints
@@ -20,6 +20,22 @@ def test_linear_warms_up_stays_and_would_be_at_its_floor_after_the_last_step():
     schedule = Linear(warmup_steps=2, decay_steps=4, min_lr_ratio=0.1)
     rates = [lr_factor(schedule, step, 10) for step in range(1, 12)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1])
+
+
+def test_the_lower_of_warm_up_and_decay_counts_where_they_overlap():
+    schedule = Linear(warmup_steps=12, decay_steps=12)
+    rates = [lr_factor(schedule, step, 20) for step in range(1, 21)]
+    assert rates[:10] == pytest.approx([step / 12 for step in range(1, 11)])
+    assert rates[10:] == pytest.approx([step / 12 for step in range(10, 0, -1)])
+
+
+@pytest.mark.parametrize("max_steps", [1, 5, 20, 24, 300])
+@pytest.mark.parametrize(
+    "schedule", [Constant(warmup_steps=9), Linear(warmup_steps=12, decay_steps=12), Cosine(warmup_steps=9)]
+)
+def test_the_highest_factor_is_that_of_a_step(schedule, max_steps):
+    highest = max(lr_factor(schedule, step, max_steps) for step in range(1, max_steps + 1))
+    assert highest_factor(schedule, max_steps) == pytest.approx(highest)
 
 
 def test_cosine_meets_its_peak_its_middle_and_its_floor():

@@ -121,6 +121,15 @@ def test_a_product_and_its_gradients_sum_rounded_values(form):
 
 
 @BOTH
+def test_experts_without_any_row_have_an_empty_product_and_gradients_of_zero(form):
+    weight = outliers(4 * 128, 128).view(4, 128, 128).requires_grad_()
+    product = grouped_multiply(outliers(0, 128), weight, torch.zeros(4, dtype=torch.int32), form)
+    assert product.shape == (0, 128)
+    product.sum().backward()
+    assert torch.equal(grad_of(weight), torch.zeros_like(weight))
+
+
+@BOTH
 def test_experts_multiply_their_own_rows(form):
     weight = outliers(4 * 128, 128).view(4, 128, 128).requires_grad_()
     x, ends = outliers(50, 128, seed=1).requires_grad_(), torch.tensor([30, 30, 41, 50], dtype=torch.int32)

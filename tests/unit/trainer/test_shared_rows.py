@@ -15,11 +15,12 @@ torch = pytest.importorskip("torch")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from primerl_hpc.recipe.schema.training import LoRA  # noqa: E402
-from primerl_hpc.trainer.model.families import STATEFUL, decoder_blocks  # noqa: E402
+from primerl_hpc.trainer.model.families import decoder_blocks  # noqa: E402
 from primerl_hpc.trainer.model.lora import attach_adapters  # noqa: E402
 from primerl_hpc.trainer.model.recurrent.by_sample import run_by_sample, state_layer  # noqa: E402
 from primerl_hpc.trainer.model.recurrent.shared_rows import HeadPart, channels_of, heads_of  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, make_packing  # noqa: E402
+from primerl_hpc.transport.base_models.families import STATEFUL  # noqa: E402
 from tests.support.tiny_models import COMMON, MORE_FAMILIES  # noqa: E402
 
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
