@@ -218,6 +218,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def read_user_rows(path: Path) -> Iterator[Any]:
+    """Yield the values of a JSON-lines file that a user wrote. A line ends at a line feed, with or without a carriage
+    return; a byte order mark is skipped. Raises ValueError with file and line for one that cannot be read.
+    """
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+
+
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield lines of at most `MAX_LINE_BYTES`; skip longer ones."""
     is_cut = False

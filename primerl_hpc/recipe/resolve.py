@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,16 +270,18 @@ def _resolve_sft(sft: SFT, model: Model, context: _Context, path: tuple[str, ...
     if isinstance(sft.data, SFTData):
         keys = [(*path, "data")]
     sources = tuple(
-        _resolve_data(source, model, context, key) for source, key in zip(sft.sources, keys, strict=True)
+        _resolve_data(source, sft, model, context, key) for source, key in zip(sft.sources, keys, strict=True)
     )
     changes: dict[str, object] = {"data": sources if isinstance(sft.data, tuple) else sources[0]}
     if sft.validation is not None:
-        data = _resolve_data(sft.validation.data, model, context, (*path, "validation", "data"))
+        data = _resolve_data(sft.validation.data, sft, model, context, (*path, "validation", "data"))
         changes["validation"] = sft.validation.model_copy(update={"data": data})
     return sft.model_copy(update=changes)
 
 
-def _resolve_data(data: SFTData, model: Model, context: _Context, path: tuple[str | int, ...]) -> SFTData:
+def _resolve_data(
+    data: SFTData, sft: SFT, model: Model, context: _Context, path: tuple[str | int, ...]
+) -> SFTData:
     if is_hub_id(data.path, context.folder):
         return data
     found = context.absolute(data.path)
@@ -291,14 +293,17 @@ def _resolve_data(data: SFTData, model: Model, context: _Context, path: tuple[st
                 hint="give a file, a folder, or a hub id (owner/name)",
             )
         count = min(data.num_rows or CHECKED_ROWS, CHECKED_ROWS)
-        check_rows(found, count, model.renderer.name, data.split)
+        check_rows(found, count, model.renderer.name, data.split, sft.ignored_keys)
     return data.model_copy(update={"path": str(found)})
 
 
-def check_rows(path: Path, count: int, renderer: str, split: str | None = None) -> None:
+def check_rows(
+    path: Path, count: int, renderer: str, split: str | None = None, ignored: Collection[str] = ()
+) -> None:
     """Check that the first ``count`` rows hold conversations that ``renderer`` can render.
 
-    ``split``: the split of a folder. Raises DataError with file, row and column, or for a folder of several splits.
+    ``split``: the split of a folder; ``ignored``: ``sft.ignored_keys``. Raises DataError with file, row and column, or
+    for a folder of several splits.
     """
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return  # Only package datasets can read it, which may be missing on a login node.
@@ -308,10 +313,10 @@ def check_rows(path: Path, count: int, renderer: str, split: str | None = None) 
             location=str(path),
             hint=f"give a {' or '.join(SUFFIXES)} file, or a folder of them",
         )
-    without_tools = f"renderer '{renderer}'" if renderer in WITHOUT_TOOLS else None
+    plain = f"renderer '{renderer}'" if renderer in WITHOUT_TOOLS else None
     num_rows = 0
     for row in first_rows(path, count, split):
-        check_row(row, without_tools)
+        check_row(row, plain, ignored)
         num_rows += 1
     if path.suffix == ".jsonl" and not num_rows:
         raise DataError("there are no SFT rows", location=str(path))

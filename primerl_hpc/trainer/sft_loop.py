@@ -229,6 +229,7 @@ def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
         Peers(world.rank, world.size, gather),
         lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
         vocab_size=trainer.vocab_size,
+        ignored_keys=recipe.sft.ignored_keys,
     )
 
 

@@ -238,7 +238,9 @@ class LogFollower:
             return
         end = data.rfind(b"\n") + 1
         self.offsets[file.path] += end
-        texts = data[:end].decode(errors="replace").splitlines()
+        texts = [
+            line.decode(errors="replace") for line in data[:end].splitlines()
+        ]  # of bytes: U+2028 ends no line
         stamped = zip(stamp_lines(texts, changed.st_mtime), texts, strict=True)
         lines = [
             Line(stamp, order, text, file)

@@ -10,6 +10,10 @@ from primerl_hpc.common.block import Block, Bool, Float, PositiveFraction, Posit
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.safety.secret_values import mask_forms
 
+# limits of W&B, which refuses longer values when the job runs
+WandbName = Annotated[str, Field(min_length=1, max_length=128)]
+WandbTag = Annotated[str, Field(min_length=1, max_length=64)]
+WandbProject = Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")]
 WandbId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -49,7 +53,7 @@ class LogExtras(Block):
 class WandbSide(Block):
     """A run in Weights & Biases of only the trainer's, or only the orchestrator's, metrics."""
 
-    name: str | None = None
+    name: WandbName | None = None
     """Display name. Default (null): the name of the run and the side."""
     id: WandbId | None = None
     """Id of the run. Default (null): derived from the run directory and the time of its submission."""
@@ -60,16 +64,16 @@ class WandbSide(Block):
 class Wandb(Block):
     """Where a run appears in Weights & Biases."""
 
-    project: str = "primerl-hpc"
-    """Project name."""
+    project: WandbProject = "primerl-hpc"
+    """Project name, at most 128 characters without / \\ # ? % and colon. Its owner is ``entity``."""
     entity: str | None = None
     """User or team that owns the project. Default (null): the default entity of the API key."""
-    group: str | None = None
-    """Group of runs within the project. Default (null): no group."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-    name: str | None = None
-    """Display name. Default (null): the name of the run directory."""
+    group: WandbName | None = None
+    """Group of runs within the project, at most 128 characters. Default (null): no group."""
+    tags: tuple[WandbTag, ...] = ()
+    """Tags of the run, of 1 to 64 characters each."""
+    name: WandbName | None = None
+    """Display name, at most 128 characters. Default (null): the name of the run directory."""
     id: WandbId | None = None
     """Id of the run, which every attempt continues. An id of another run is refused. Default (null): derived from the
     run directory and the time of its submission."""

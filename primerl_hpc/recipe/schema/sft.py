@@ -86,6 +86,9 @@ class SFT(Block):
     ``rows``: packed rows of ``seq_len`` tokens.
     ``samples``: rows of the dataset."""
     loss_mask: LossMask = LossMask()
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of messages that are not meant for the model, such as ids or times. A row with another key that the renderer
+    does not render is refused."""
     model_dropout: Bool = False
     """Train with the dropout rates of the model's config.json. Default: all dropout is 0, as always in kind rl."""
     shuffle: Bool = True

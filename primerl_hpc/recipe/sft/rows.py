@@ -6,6 +6,7 @@ row and column.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -14,6 +15,10 @@ from primerl_hpc.common.safety.decoding import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
+TRAINED = ("weight", "train", "trainable", "training")
+"""Keys of a message that say whether it is trained: true or 1, false or 0."""
+LINKS = {"tool": ("tool_call_id", "name")}
+"""Role → keys that connect a message with another one, and have no tokens in most formats."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,54 @@ def _as_messages(row: Row, column: str, *, role: str) -> list[dict[str, Any]]:
                 location=row.location,
                 hint=f"the roles are {', '.join(ROLES)}",
             )
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    present = [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [_with_text(row, column, number, message) for number, message in enumerate(present, start=1)]
+
+
+def _with_text(row: Row, column: str, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with the text of its parts, if its content is a list. Raises DataError for other parts."""
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
+    ]
+    for part, text in zip(parts, texts, strict=True):
+        if not isinstance(text, str):
+            form = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f"column '{column}': message {number} has content of type {form!r:.40}, which is not trained",
+                location=row.location,
+                hint="content is text, or a list of {type: text, text: …}; reasoning is in the key reasoning_content",
+            )
+    return {**message, "content": "".join(texts)}
+
+
+def trained_turns(row: Row, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Return the messages without the keys `TRAINED`, and for each whether these keys let it be trained.
+
+    Raises DataError for another value than true, false, 1 and 0: a message is trained completely or not at all.
+    """
+    turns = []
+    for number, message in enumerate(messages, start=1):
+        flags = {key: message[key] for key in TRAINED if key in message}
+        for key, value in flags.items():
+            if not isinstance(value, int | float) or value not in (0, 1):
+                raise DataError(
+                    f"message {number} has {key} {value!r:.40}",
+                    location=row.location,
+                    hint="a message is trained completely (1 or true) or not at all (0 or false)",
+                )
+        turns.append(all(flags.values()))
+    return [{key: item for key, item in message.items() if key not in TRAINED} for message in messages], turns
+
+
+def meaningful_keys(message: dict[str, Any], ignored: Collection[str]) -> list[str]:
+    """Return the keys of a message, besides role and content, that must have an effect on its tokens."""
+    links = LINKS.get(message["role"], ())
+    without = {"role", "content", *TRAINED, *links, *ignored}
+    return [key for key, value in message.items() if key not in without and value not in ("", [], {})]
 
 
 def _is_list_of_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -68,21 +120,13 @@ def _is_list_of_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     )
 
 
-def parts_for_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """Describe the parts of a conversation that only a renderer with tools can render; empty if there are none."""
-    calls = [str(number) for number, message in enumerate(messages, start=1) if message.get("tool_calls")]
-    parts = ["tools"] if tools else []
-    if calls:
-        parts.append(f"tool calls in message{'s' if len(calls) > 1 else ''} {', '.join(calls)}")
-    return " and ".join(parts)
-
-
-def tools_refused(row: Row, parts: str, renderer: str) -> DataError:
-    """Return the error for a row with ``parts`` (see `parts_for_tools`) that ``renderer`` does not render."""
+def not_rendered(row: Row, part: str, renderer: str) -> DataError:
+    """Return the error for a row with a ``part`` that ``renderer`` does not render."""
     return DataError(
-        f"the row has {parts}, which {renderer} does not render",
+        f"the row has {part}, which {renderer} does not render",
         location=row.location,
-        hint="set model.renderer.name to the model's family, or remove tools and tool calls from the rows",
+        hint="set model.renderer.name to the model's family, remove it from the rows, or name a key that is not meant "
+        "for the model in sft.ignored_keys",
     )
 
 
@@ -127,15 +171,22 @@ def row_template_kwargs(row: Row) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if value is not None}
 
 
-def check_row(row: Row, without_tools: str | None = None) -> None:
+def check_row(row: Row, plain_renderer: str | None = None, ignored: Collection[str] = ()) -> None:
     """Raise DataError for the first column that the trainer could not use.
 
-    ``without_tools``: description of the renderer if it is known not to render tools.
+    ``plain_renderer``: description of the renderer if it is known to render roles and content only; ``ignored``:
+    ``sft.ignored_keys``.
     """
     messages, tools = row_messages(row), row_tools(row)
     row_template_kwargs(row)
-    if without_tools is not None and (parts := parts_for_tools(messages, tools)):
-        raise tools_refused(row, parts, without_tools)
+    trained_turns(row, messages)
+    if plain_renderer is None:
+        return
+    if tools:
+        raise not_rendered(row, "tools", plain_renderer)
+    for number, message in enumerate(messages, start=1):
+        for key in meaningful_keys(message, ignored):
+            raise not_rendered(row, f"{key} in message {number}", plain_renderer)
 
 
 def _parsed(row: Row, column: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +20,12 @@ from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError
 from primerl_hpc.recipe.schema.sft import LossMask
 from primerl_hpc.recipe.sft.rows import (
     Row,
-    parts_for_tools,
+    meaningful_keys,
+    not_rendered,
     row_messages,
     row_template_kwargs,
     row_tools,
-    tools_refused,
+    trained_turns,
 )
 from primerl_hpc.recipe.sft.tables import Rows
 
@@ -81,9 +82,16 @@ class Tokenizer:
         peers: Peers | None = None,
         make_renderer: Callable[[dict[str, Any]], Any] | None = None,
         vocab_size: int | None = None,
+        ignored_keys: Collection[str] = (),
     ) -> None:
-        """``vocab_size``: number of the model's embeddings; None: ids are not checked."""
-        self.vocab_size = vocab_size
+        """``vocab_size``: number of the model's embeddings; None: ids are not checked.
+
+        ``ignored_keys``: keys of messages that need not have an effect on the tokens.
+        """
+        self.vocab_size, self.ignored_keys = vocab_size, ignored_keys
+        self._rendered: set[tuple[int, str, str]] = (
+            set()
+        )  # renderer, role and key with an effect on the tokens
         self.rows, self.seq_len, self.peers = rows, seq_len, peers or Peers()
         self.trains_assistant = mask.assistant
         self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
@@ -121,14 +129,15 @@ class Tokenizer:
 
     def make(self, row: Row) -> SFTSample:
         """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
-        messages, tools = row_messages(row), row_tools(row)
+        messages, turns = trained_turns(row, row_messages(row))
+        tools = row_tools(row)
         try:
             renderer = self._renderer_of(row)
-            check_tools(renderer, row, messages, tools)
-            if type(renderer).__name__ == "DefaultRenderer":
-                ids, is_trained = self._by_template(renderer, row, messages, tools)
+            self._check_parts(renderer, row, messages, tools)
+            if is_template(renderer):
+                ids, is_trained = self._by_template(renderer, row, messages, tools, turns)
             else:
-                ids, is_trained = self._by_owner(renderer, messages, tools)
+                ids, is_trained = self._by_owner(renderer, messages, tools, turns)
         except PrimerlError:
             raise
         except Exception as error:  # renderers and Jinja may raise anything for unexpected input
@@ -149,6 +158,38 @@ class Tokenizer:
         sample.is_trained[:1] = False  # nothing predicts the first token
         return sample
 
+    def _check_parts(
+        self, renderer: Any, row: Row, messages: list[Any], tools: list[dict[str, Any]] | None
+    ) -> None:
+        """Raise DataError if the renderer would drop the row's tools or a key of a message without an error.
+
+        A part is dropped if the tokens are the same without it. Each message is rendered as the last one, because
+        formats leave out the reasoning of earlier turns. A typed renderer renders a key of a role always or never; what
+        a template does may depend on the row.
+        """
+        name = (
+            "the tokenizer's chat template" if is_template(renderer) else f"renderer '{renderer.config.name}'"
+        )
+        if tools and self._is_new(renderer, "", "tools"):
+            rendered = _renders(renderer, messages, tools)
+            if rendered is not None and rendered == _renders(renderer, messages, None):
+                raise not_rendered(row, "tools", name)
+            self._rendered.add((id(renderer), "", "tools"))
+        for turn, message in enumerate(messages):
+            for key in meaningful_keys(message, self.ignored_keys):
+                if not self._is_new(renderer, message["role"], key):
+                    continue
+                without = {other: value for other, value in message.items() if other != key}
+                rendered = _renders(renderer, messages[: turn + 1], tools)
+                if rendered is not None and rendered == _renders(
+                    renderer, [*messages[:turn], without], tools
+                ):
+                    raise not_rendered(row, f"{key} in message {turn + 1}", name)
+                self._rendered.add((id(renderer), message["role"], key))
+
+    def _is_new(self, renderer: Any, role: str, key: str) -> bool:
+        return is_template(renderer) or (id(renderer), role, key) not in self._rendered
+
     def _renderer_of(self, row: Row) -> Any:
         kwargs = row_template_kwargs(row)
         key = json.dumps(kwargs, sort_keys=True)
@@ -165,7 +206,7 @@ class Tokenizer:
         return self._renderers[key]
 
     def _by_owner(
-        self, renderer: Any, messages: list[Any], tools: list[Any] | None
+        self, renderer: Any, messages: list[Any], tools: list[Any] | None, turns: list[bool]
     ) -> tuple[list[int], list[bool]]:
         from renderers.base import build_training_sample
 
@@ -176,11 +217,12 @@ class Tokenizer:
             content_sft_roles=self.body_roles,
             tools=tools,
             ensure_final_stop=True,
+            message_loss_mask=turns,
         )
         return rendered.token_ids, rendered.loss_mask
 
     def _by_template(
-        self, renderer: Any, row: Row, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+        self, renderer: Any, row: Row, messages: list[Any], tools: list[Any] | None, turns: list[bool]
     ) -> tuple[list[int], list[bool]]:
         """Train each reply up to its last stop token; the template's text after it is not trained."""
         if self.body_roles:
@@ -193,7 +235,7 @@ class Tokenizer:
         is_trained = [False] * len(all_ids)
         stops = set(renderer.get_stop_token_ids())
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant" or not self.trains_assistant:
+            if message["role"] != "assistant" or not self.trains_assistant or not turns[turn]:
                 continue
             before = renderer.render_ids(messages[:turn], tools=tools, add_generation_prompt=True)
             through = renderer.render_ids(messages[: turn + 1], tools=tools)
@@ -217,28 +259,9 @@ class Tokenizer:
         return all_ids, is_trained
 
 
-def check_tools(
-    renderer: Any, row: Row, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-) -> None:
-    """Raise DataError if the renderer would drop the row's tools or tool calls without an error.
-
-    For a chat template this can only be detected by rendering: the tokens are the same with and without them.
-    """
-    if not (parts := parts_for_tools(messages, tools)):
-        return
-    if type(renderer).__name__ != "DefaultRenderer":
-        if not getattr(renderer, "supports_tools", True):
-            raise tools_refused(row, parts, f"renderer '{renderer.config.name}'")
-        return
-    all_ids = renderer.render_ids(messages, tools=tools)
-    if tools and _renders(renderer, messages, None) == all_ids:
-        raise tools_refused(row, "tools", "the tokenizer's chat template")
-    for turn, message in enumerate(messages):
-        if message.get("tool_calls"):
-            rest = {key: value for key, value in message.items() if key != "tool_calls"}
-            if _renders(renderer, [*messages[:turn], rest, *messages[turn + 1 :]], tools) == all_ids:
-                call = parts_for_tools([{}] * turn + [message], None)
-                raise tools_refused(row, call, "the tokenizer's chat template")
+def is_template(renderer: Any) -> bool:
+    """True for a renderer that only wraps the tokenizer's chat template."""
+    return type(renderer).__name__ == "DefaultRenderer"
 
 
 def _renders(renderer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int] | None:

@@ -308,6 +308,18 @@ def test_choices_are_in_the_same_order_in_every_run_and_the_right_one_is_at_ever
     assert {task.data["answer"] for task in tasks} == {"A", "B", "C", "D"}
 
 
+@pytest.mark.parametrize("environment", ["multiple-choice", "math-problems"])
+def test_rows_may_contain_line_separators_and_files_a_byte_order_mark_and_carriage_returns(
+    tmp_path, environment
+):
+    file, text = tmp_path / "rows.jsonl", "2 + 2\u2028=\x85?"
+    rows = [{**QUESTION, "question": text}, {"problem": text, "answer": 4}]
+    row = json.dumps(rows[environment == "math-problems"], ensure_ascii=False)
+    file.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n\r\n{row}\r\n".encode())
+    tasks = load_tasks(Environment(id=environment, args={"file": str(file)}), limit=3)
+    assert len(tasks) == 2 and all(text in str(task.data["prompt"]) for task in tasks)
+
+
 def test_questions_without_a_field_or_with_an_ambiguous_answer_are_refused_with_their_row(tmp_path):
     file = tmp_path / "questions.jsonl"
     environment = Environment(id="multiple-choice", args={"file": str(file)})

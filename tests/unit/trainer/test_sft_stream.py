@@ -189,7 +189,7 @@ def test_peers_share_the_work_and_get_the_same_samples(renderer):
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"role": "user", "content": [1]}, r"the row cannot be rendered \(\w+Error: text input"),
+        ({"role": "user", "content": [1]}, "message 1 has content of type 'int'"),
         ({"role": None, "content": "x"}, "column 'messages': message 1 has the unknown role None"),
         (
             {"role": "asistant", "content": "x"},
@@ -466,8 +466,8 @@ SHOWS_CALLS = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_cal
     ("values", "parts"),
     [
         ({**TURNS, "tools": [TOOL]}, "tools"),
-        (CALLING, "tool calls in message 2"),
-        ({**CALLING, "tool_defs": [TOOL]}, "tools and tool calls in message 2"),
+        (CALLING, "tool_calls in message 2"),
+        ({**CALLING, "tool_defs": [TOOL]}, "tools"),
     ],
 )
 def test_tools_are_refused_with_the_row_where_the_renderer_has_none(renderer, values, parts):
@@ -483,7 +483,7 @@ def test_tools_are_refused_with_the_row_where_the_chat_template_leaves_them_out(
     for template, dropped in (
         (CHATML, "tools"),
         (SHOWS_CALLS, "tools"),
-        (SHOWS_TOOLS, "tool calls in message 2"),
+        (SHOWS_TOOLS, "tool_calls in message 2"),
     ):
         with pytest.raises(
             DataError, match=rf"data\.jsonl:1: the row has {dropped}, which the tokenizer's chat template"

@@ -11,7 +11,6 @@ mathematical expression: ``0.5`` and ``\frac{1}{2}`` are equal.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import verifiers.v1 as vf
 from pydantic import Field, model_validator
 from verifiers.v1.utils.score import verify_boxed_math_answer
 
+from primerl_hpc.common.files import read_user_rows
 from primerl_hpc.envs.generated import draw_distinct
 
 _TEST_SHARE = 8  # one of this many problems belongs to the test split
@@ -86,7 +86,7 @@ class MathProblems(vf.Taskset[MathTask, MathConfig]):
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         if self.config.file is not None:
-            return self._rows(read_lines(Path(self.config.file)))
+            return self._rows(read_user_rows(Path(self.config.file)))
         if self.config.dataset is not None:
             from datasets import load_dataset
 
@@ -111,18 +111,6 @@ class MathProblems(vf.Taskset[MathTask, MathConfig]):
 
 def prompt_of(problem: str) -> str:
     return _PROMPT.format(problem)
-
-
-def read_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a JSON Lines file. Raises ValueError with file and line for one that cannot be read."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error})") from error
 
 
 def generate(config: MathConfig) -> Iterator[tuple[str, str]]:

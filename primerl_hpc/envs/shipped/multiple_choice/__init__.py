@@ -14,7 +14,6 @@ letter in ``\boxed{}`` or after "answer" is that of the right choice.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import string
@@ -24,6 +23,8 @@ from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
+
+from primerl_hpc.common.files import read_user_rows
 
 _PROMPT = "{}\n\n{}\n\nThink step by step, then give the letter of the right choice in \\boxed{{}}."
 _LETTER = re.compile(
@@ -84,8 +85,7 @@ class MultipleChoice(vf.Taskset[ChoiceTask, ChoiceConfig]):
 
     def _rows(self) -> Iterator[Any]:
         if self.config.file is not None:
-            lines = Path(self.config.file).read_text(encoding="utf-8").splitlines()
-            return (json.loads(line) for line in lines if line.strip())
+            return read_user_rows(Path(self.config.file))
         from datasets import load_dataset
 
         assert self.config.dataset is not None  # validated with the config
