@@ -1,6 +1,7 @@
 """The modules that compute in FP8: linear layers and fused experts of the decoder's blocks.
 
 Embeddings, head, norms and routers do not, nor do matrices whose rows or columns are no multiples of the format's tile.
+The model decides this, not the layout: a layout whose ranks would have other parts of such a matrix is refused.
 Parameters keep their names and types: master weights, checkpoints and exports are those of a run without FP8.
 """
 
@@ -53,7 +54,7 @@ def apply_fp8(
         module for block in blocks for path, module in block.named_modules() if is_candidate(path, module)
     ]
     stacks: list[Any] = list(experts)
-    chosen = [linear for linear in linears if fits(own_shape(linear), form)]
+    chosen = [linear for linear in linears if fits((linear.out_features, linear.in_features), form)]
     chosen_stacks = [stack for stack in stacks if all(fits(shape, form) for shape in expert_shapes(stack))]
     if not chosen and not chosen_stacks:
         raise ConfigError(
@@ -62,6 +63,14 @@ def apply_fp8(
             hint="set it to none"
             if form == MXFP8
             else f"set it to mxfp8 (multiples of {MXFP8.tile}), or none",
+        )
+    if odd := [shape for linear in chosen if not fits(shape := own_shape(linear), form)]:
+        raise ConfigError(
+            f"trainer.fp8: {mode} needs matrices whose rows and columns are multiples of {form.tile}, but "
+            f"layout.trainer.tensor_parallel gives a rank parts of {odd[0][0]} × {odd[0][1]}",
+            hint="lower tensor_parallel"
+            if form == MXFP8
+            else f"lower tensor_parallel, or set trainer.fp8 to mxfp8 (multiples of {MXFP8.tile})",
         )
     if device.type == "cuda":
         check_gpu(form, device, has_experts=bool(chosen_stacks))

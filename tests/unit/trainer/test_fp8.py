@@ -30,9 +30,12 @@ from primerl_hpc.trainer.fp8.formats import (  # noqa: E402
     quantize_blocks,
     quantize_tiles,
 )
+from primerl_hpc.trainer.fp8.layers import apply_fp8  # noqa: E402
 from primerl_hpc.trainer.fp8.products import format_of, grouped_multiply, multiply  # noqa: E402
 from primerl_hpc.trainer.model.policy import Policy, build_policy  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import to_local  # noqa: E402
+from primerl_hpc.trainer.parallel.tensor.layers import ColumnLinear, Division  # noqa: E402
+from primerl_hpc.trainer.parallel.tensor.tokens import TensorGroup  # noqa: E402
 from primerl_hpc.trainer.sft.stream import make_row  # noqa: E402
 from primerl_hpc.trainer.sft.tokens import SFTSample  # noqa: E402
 from primerl_hpc.trainer.train_step import build_trainer  # noqa: E402
@@ -294,6 +297,18 @@ def test_a_model_without_matrices_of_the_size_is_refused(one_rank, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.fp8: blockwise needs .* multiples of 128") as refused:
         build_policy(fp8_recipe(small_rl(model), "blockwise"), model, one_rank)
     assert "mxfp8 (multiples of 32)" in refused.value.hint
+
+
+def test_the_model_and_not_the_layout_decides_which_layers_are_fp8():
+    """A rank has 64 of 256 rows: one rank computes the layer in FP8, so four may not compute it in bfloat16."""
+    layer: Any = torch.nn.Linear(128, 256)
+    layer.__class__ = ColumnLinear
+    layer.division = Division(TensorGroup(0, 4, None), (slice(0, 64),))
+    blocks = [torch.nn.ModuleDict({"up_proj": layer})]
+    with pytest.raises(ConfigError, match=r"tensor_parallel gives a rank parts of 64 × 128.*mxfp8"):
+        apply_fp8(blocks, [], "blockwise", CPU)
+    apply_fp8(blocks, [], "mxfp8", CPU)
+    assert format_of(layer) == MXFP8
 
 
 @pytest.mark.parametrize(
