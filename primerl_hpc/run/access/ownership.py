@@ -2,6 +2,7 @@
 
     make_private(run.control)            # mode 0700, regardless of the umask
     check_own(run)                       # before a plan or script of the run is executed
+    read_own(run.endpoint("router-0"), run)   # content of a file that decides where a secret is sent
     check_may_change(run)                # before a command writes into the run
 
 A plan contains interpreters and variables, and a batch script is a program: a directory that another user prepared or
@@ -10,6 +11,8 @@ can write could run code as the user that resumes the run (docs/security.md).
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import pwd
 import stat
@@ -21,6 +24,11 @@ from primerl_hpc.run.rundir import RunDir
 
 PRIVATE = 0o700
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+MAX_OWN_BYTES = 1 << 20
+"""Limit of `read_own`. Endpoints, keys and certificates are smaller."""
+_NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_LINK = "is a symbolic link, but must be a file or folder of the run"
+_OWNER = "only the user who submitted a run can send requests to its engines"
 
 
 def set_safe_umask() -> None:
@@ -59,26 +67,56 @@ def check_own(run: RunDir) -> None:
             found = path.lstat()
         except FileNotFoundError:
             continue
-        if stat.S_ISLNK(found.st_mode):
-            raise OccupiedError(
-                "is a symbolic link, but must be a file or folder of the run",
-                location=str(path),
-                hint="submit the recipe again",
-            )
-        if found.st_uid not in (os.geteuid(), 0):
-            raise OccupiedError(
-                f"belongs to {user_name(found.st_uid)}, and its plan would run code as {user_name(os.geteuid())}",
-                location=str(path),
-                hint="submit the recipe yourself; checkpoint.fork continues from a checkpoint of this run",
-            )
-        if found.st_mode & WRITABLE_BY_OTHERS:
-            raise OccupiedError(
-                f"is writable by other users (mode {stat.S_IMODE(found.st_mode):o}), so its plan could run their code",
-                location=str(path),
-                hint=f"check that it was not modified, then: chmod go-w {path}",
-            )
-
+        _check_status(
+            path,
+            found,
+            danger=f"its plan would run code as {user_name(os.geteuid())}",
+            hint="submit the recipe yourself; checkpoint.fork continues from a checkpoint of this run",
+        )
     check_parts(run)
+
+
+def _check_status(path: Path, found: os.stat_result, *, danger: str, hint: str) -> None:
+    """Raise OccupiedError for a link, and for a file or folder that another user owns or can write."""
+    if stat.S_ISLNK(found.st_mode):
+        raise OccupiedError(_LINK, location=str(path), hint="submit the recipe again")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise OccupiedError(
+            f"belongs to {user_name(found.st_uid)}, and {danger}",
+            location=str(path),
+            hint=hint,
+        )
+    if found.st_mode & WRITABLE_BY_OTHERS:
+        raise OccupiedError(
+            f"is writable by other users (mode {stat.S_IMODE(found.st_mode):o}), and {danger}",
+            location=str(path),
+            hint=f"check that it was not modified, then: chmod go-w {path}",
+        )
+
+
+def read_own(path: Path, run: RunDir) -> bytes:
+    """Return the content of a file of the run. It and all folders up to the run directory must belong to this user, and
+    others must not be able to write them; none may be a link.
+
+    Each is opened in the folder that was just checked, so a folder that is replaced meanwhile is not entered. Raises
+    OccupiedError, and OSError for a file that is missing or cannot be read.
+    """
+    place = Path(os.path.realpath(run.root))
+    with contextlib.ExitStack() as opened:
+        fd = None
+        for name in (str(place), *path.relative_to(run.root).parts):
+            place /= name
+            try:
+                fd = os.open(name, _NO_LINK, dir_fd=fd)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise OccupiedError(_LINK, location=str(place), hint=_OWNER) from error
+            opened.callback(os.close, fd)
+            _check_status(place, os.fstat(fd), danger="it could send secrets elsewhere", hint=_OWNER)
+        assert fd is not None
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MAX_OWN_BYTES)
 
 
 def check_may_change(run: RunDir, *, hint: str) -> None:
