@@ -23,6 +23,7 @@ from primerl_hpc.cli.options import (
     profile_option,
     run_dir_option,
     set_option,
+    shared_parent_option,
     show_warnings,
 )
 
@@ -104,6 +105,7 @@ class StepsType(click.ParamType):
 @run_dir_option("Write results to this directory. [default: <RUN>-evaluation, or runs/<name>-<n>]")
 @dry_run_option
 @live_code_option
+@shared_parent_option
 @follow_option
 @json_option
 def command(

@@ -32,6 +32,7 @@ def command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     from primerl_hpc.common.document import dump_yaml
     from primerl_hpc.common.errors import ConfigError, OccupiedError
     from primerl_hpc.common.files import create_exclusive
+    from primerl_hpc.common.safety.printable import one_line
     from primerl_hpc.launch.new_recipe.prime_rl import convert, read_toml
     from primerl_hpc.recipe.load import parse_recipe
 
@@ -43,6 +44,9 @@ def command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     }
     head = [f"Converted from {', '.join(path.name for path in files)} of prime-rl."]
     head += [f"{label}: {entry}" for label, entries in lists.items() for entry in entries]
+    head = [
+        one_line(line) for line in head
+    ]  # a key of the file may contain line breaks, and lines of a recipe
     text = "".join(f"# {line}\n" for line in head) + dump_yaml(found.values)
     problem = None
     try:

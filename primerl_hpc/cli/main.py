@@ -183,6 +183,7 @@ def main() -> None:
     """Run the command line; show tracebacks only with ``--debug``."""
     use_utf8()
     set_safe_umask()
+    env.leave_open_folder()
     protect_output()
     try:
         code = cli.main(standalone_mode=False)

@@ -72,6 +72,8 @@ def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None
     changes = ctx.meta.setdefault(_CHANGES, [])
     if param.name == "profile_set":
         changes[:0] = value
+    elif param.name == "allow_shared_parent":
+        changes.append("allow_shared_parent=true")
     else:
         changes.append(f"scheduler.{param.name}={value}")
 
@@ -224,6 +226,13 @@ def run_dir_option(about: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return click.option("--run-dir", type=click.Path(path_type=Path), help=about)
 
 
+shared_parent_option = click.option(
+    "--allow-shared-parent",
+    is_flag=True,
+    callback=_note_change,
+    expose_value=False,
+    help="Accept a run directory below a folder that other users can write. They could replace it and run code as you.",
+)
 live_code_option = click.option(
     "--live-code",
     "is_live",

@@ -30,6 +30,7 @@ from primerl_hpc.cli.options import (
     requested_jobs,
     run_dir_option,
     set_option,
+    shared_parent_option,
 )
 from primerl_hpc.cli.values import RECIPE
 from primerl_hpc.common.log import notice
@@ -64,7 +65,7 @@ def submit_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--profile P --set k=v --no-custom-code --run-dir D --dry-run --live-code --follow``."""
     run_dir = run_dir_option("Create the run in this directory. [default: runs/<name>-<number>]")
     function = dry_run_option(live_code_option(follow_option(function)))
-    return profile_option(set_option(no_custom_code_option(run_dir(function))))
+    return profile_option(set_option(no_custom_code_option(run_dir(shared_parent_option(function)))))
 
 
 @click.command("submit", epilog=EPILOG)

@@ -58,6 +58,9 @@ class Profile(Block):
     run_dir_mode: Literal["700", "750", "755"] = "700"
     """Permissions of a run directory. With 750 your group can read weights, rollouts and metrics, with 755 all users
     can; ``control/`` and ``launch/`` always have 700."""
+    allow_shared_parent: bool = False
+    """Accept run directories below a folder that other users can write and that has no sticky bit. They can replace a
+    run directory there, and run code as its owner. Also ``submit --allow-shared-parent``."""
     scratch: Short[ScratchFolder] | None = None
     """Node-local folder, as path or block: TMPDIR of all processes, compile caches, and engines' copies of the weights,
     in a subfolder of the job. Default: TMPDIR of the job, or the system's temporary folder."""

@@ -49,9 +49,16 @@ _YamlLoader.add_implicit_resolver(
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """SafeDumper that quotes texts which `_YamlLoader` would read as another type."""
+    """SafeDumper that quotes texts which `_YamlLoader` would read as another type or with other line breaks."""
 
     yaml_implicit_resolvers = _YamlLoader.yaml_implicit_resolvers
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML writes a NEL between single quotes, where it is read as a blank
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\x85" in data else None)
+
+
+_YamlDumper.add_representer(str, _YamlDumper.represent_str)
 
 
 IsAnother = Callable[[tuple[str, ...], dict[str, Any], dict[str, Any]], bool]

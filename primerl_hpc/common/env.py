@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,6 +213,18 @@ def role_pythonpath(*own: str | None) -> dict[str, str]:
     folders = (inherited or "").split(os.pathsep)
     first = next((folder for folder in folders if folder and Path(folder).resolve() == root), None)
     return {PYTHONPATH: join_pythonpath(first, *own, inherited)}
+
+
+def leave_open_folder() -> None:
+    """Replace paths through a file descriptor in PYTHONPATH and ``sys.path`` by those of their folders.
+
+    A batch script imports the run's code through the folder that it has opened and checked. Child processes do not have
+    that descriptor.
+    """
+    real = lambda path: os.path.realpath(path) if path.startswith("/proc/self/fd/") else path  # noqa: E731
+    sys.path[:] = map(real, sys.path)
+    if PYTHONPATH in os.environ:
+        os.environ[PYTHONPATH] = os.pathsep.join(map(real, os.environ[PYTHONPATH].split(os.pathsep)))
 
 
 def interface() -> str | None:

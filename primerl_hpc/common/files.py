@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -33,20 +32,7 @@ READ_BYTES = 1 << 17
 MAX_LINE_BYTES = 1 << 26
 """Limit of one line of a JSON-lines file; longer lines are skipped."""
 T = TypeVar("T")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-def lock_file(fd: int, lock: Callable[[int, int], None] = fcntl.flock) -> bool:
-    """Lock an open file exclusively until it is closed; False on a filesystem without locks (Lustre without ``flock``,
-    NFS without its lock service). ``lock``: ``fcntl.flock``, or ``fcntl.lockf`` for locks between nodes."""
-    try:
-        lock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def fsync_dir(path: Path) -> None:

@@ -32,7 +32,7 @@ from primerl_hpc.common.safety.secret_values import mask
 from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.run.access.elsewhere import delete_parts, link_part
-from primerl_hpc.run.access.ownership import PRIVATE, make_private, writable_by_others
+from primerl_hpc.run.access.ownership import PRIVATE, check_parents, make_private
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.sbatch import PassedVariables, submission_environ
 
@@ -115,17 +115,7 @@ def link_parts(run: RunDir, plan: Plan, profile: Profile) -> None:
                     f"cannot create the folder for {part} in {folder.path}: {error}",
                     hint="correct storage of the profile (path, holds)",
                 ) from error
-            warn_of_open_folder(path / "run")
-
-
-def warn_of_open_folder(root: Path) -> None:
-    """Warn on stderr if another user could replace the run directory."""
-    if (folder := writable_by_others(root.parent)) is not None:
-        print(
-            f"warning: other users may write to {folder}, so they can replace a run directory in it; "
-            f"run chmod go-w {shlex.quote(str(folder))}, or choose another runs_dir",
-            file=sys.stderr,
-        )
+            check_parents(path / run.root.name, is_allowed=profile.allow_shared_parent)
 
 
 def clear_run_dir(root: Path, *, keep_root: bool) -> None:

@@ -63,6 +63,7 @@ from primerl_hpc.recipe.schema.evaluation import EvaluationSettings
 from primerl_hpc.render.bundle import UNPACK_SCRIPT, render_unpack
 from primerl_hpc.render.job import render_engines, render_export, render_job
 from primerl_hpc.render.lint import warnings_of
+from primerl_hpc.run.access.ownership import check_parents
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 
@@ -281,6 +282,7 @@ def check(
     """
     plan, profile, loaded = submission.plan, submission.profile, submission.recipe
     check_chain(chain, plan)
+    check_parents(Path(plan.run_dir), is_allowed=plan.allow_shared_parent)
     if (export := after_of(plan).export) is not None:
         check_target(Path(export.to), option="after.export.to")
     check_keys(plan, profile)

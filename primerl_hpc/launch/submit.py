@@ -37,7 +37,6 @@ from primerl_hpc.launch.prepare import (
     is_recipe_edited,
     job_script,
     next_run_dir,
-    warn_of_open_folder,
 )
 from primerl_hpc.launch.submission import ONE_JOB, check, compose, make_scripts, write
 from primerl_hpc.observe.status.job_watcher import JobWatcher
@@ -88,7 +87,6 @@ def prepare_run(
         if make_room is not None:
             make_room(root)
         run = claim_new_run_dir(root, profile) if run_dir is None else claim_run_dir(root, profile)
-    warn_of_open_folder(run.root)
     try:
         write(submission, run)
     except BaseException:

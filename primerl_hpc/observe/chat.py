@@ -29,8 +29,7 @@ from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.observe.inside.steps import mpi_option
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.run.access.keys import RunKeys, existing_keys
-from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.access.keys import OwnServer, own_server
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
 from primerl_hpc.slurm.command_lines import srun_command
 
@@ -55,9 +54,8 @@ class Answer:
 @dataclass
 class Server:
     run: RunDir
-    url: str
+    router: OwnServer
     model: str
-    keys: RunKeys
     last: Answer = field(default_factory=Answer)
 
     def answer(self, messages: Sequence[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
@@ -72,15 +70,7 @@ class Server:
         # engines that are paused for new weights answer later
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         try:
-            with (
-                httpx.Client(
-                    verify=self.keys.client_context(),
-                    headers=self.keys.headers,
-                    timeout=timeout,
-                    trust_env=False,
-                ) as client,
-                self._post(client, body) as response,
-            ):
+            with self.router.client(timeout) as client, self._post(client, body) as response:
                 if response.status_code != 200:
                     response.read()
                     raise self._refusal(response)
@@ -90,7 +80,7 @@ class Server:
                     yield from self._piece(line)
         except httpx.HTTPError as error:
             raise RoleError(
-                f"the router of {self.run.root.name} does not respond at {self.url}: {type(error).__name__}",
+                f"the router of {self.run.root.name} does not respond at {self.router.url}: {type(error).__name__}",
                 hint=f"primerl-hpc status {shlex.quote(self.run.root.name)}",
             ) from error
         self.last.versions += (max(self._live_version(), self.last.versions[0]),)
@@ -102,7 +92,7 @@ class Server:
         The engine refuses prompt + ``max_tokens`` beyond its maximum length. Without the limit it generates up to that
         length.
         """
-        url = f"{self.url}/v1/chat/completions"
+        url = "/v1/chat/completions"
         with client.stream("POST", url, json=body) as response:
             if response.status_code != 400 or "max_tokens" not in body:
                 yield response
@@ -140,19 +130,21 @@ class Server:
 
 
 def find_server(run: RunDir) -> Server:
-    """Return the run's router. Raises NotFoundError if no router is up, or if its keys cannot be read."""
-    endpoint = read_endpoint(run, process_name(Role.ROUTER, 0))
-    if endpoint is None:
+    """Return the run's router. Raises NotFoundError if no router is up, or if its keys cannot be read, and
+    OccupiedError for a directory that another user prepared."""
+    if (router := _router_of(run)) is None:
         raise _no_router_error(run)
+    return Server(run, router, router.endpoint["model"])
+
+
+def _router_of(run: RunDir) -> OwnServer | None:
     try:
-        keys = existing_keys(run, endpoint.get("attempt", 1))
-        assert keys.api_key
+        return own_server(run, process_name(Role.ROUTER, 0))
     except (DataError, OSError) as error:
         raise NotFoundError(
             f"the keys of this run cannot be read ({error}); only the user who submitted it can send requests "
             f"to its engines"
         ) from error
-    return Server(run, endpoint["url"].rstrip("/"), endpoint["model"], keys)
 
 
 def _no_router_error(run: RunDir) -> NotFoundError:
@@ -173,14 +165,15 @@ def router_node_command(run: RunDir, words: Sequence[str], *, is_terminal: bool)
 
     The router of a single-node run listens on the loopback interface only, so srun starts a step on that node.
     """
-    endpoint = read_endpoint(run, process_name(Role.ROUTER, 0)) or {}
-    host = urlparse(endpoint.get("url", "")).hostname
-    if host != "127.0.0.1" or endpoint["host"] == socket.gethostname():
+    if (router := _router_of(run)) is None:
+        return None
+    host = router.endpoint["host"]
+    if urlparse(router.url).hostname != "127.0.0.1" or host == socket.gethostname():
         return None
     job = (read_json_or_none(run.state) or {}).get("job_id")
     if job is None:
         return None
-    placement = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={endpoint['host'].split('.')[0]}"]
+    placement = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.split('.')[0]}"]
     terminal = ["--pty"] if is_terminal else []
     options = [f"--jobid={job}", "--quiet", *placement, *mpi_option(run), *terminal]
     return srun_command(options, [sys.executable, "-m", "primerl_hpc", *words])

@@ -101,6 +101,7 @@ def compile_plan(
         ask_every_s=profile.scheduler.ask_every_s,
         submit_keep=_submit_keep(phases, profile),
         submit_drop=profile.scheduler.submit_env.drop,
+        allow_shared_parent=profile.allow_shared_parent,
         no_proxy=profile.network.proxy.no_proxy if profile.network.proxy is not None else None,
         phases=phases,
         notes=notes,

@@ -268,6 +268,8 @@ class Plan(Block):
     """Names or patterns of the submitting shell's variables that reach the job, besides the basic ones; None: all."""
     submit_drop: tuple[str, ...] = ()
     """Names or patterns of variables that do not reach the job."""
+    allow_shared_parent: bool = False
+    """Other users may be able to write to a folder above the run directory (`check_parents`)."""
     budget: HourBudget | None = None
     """GPU-hours or node-hours that all attempts together may use; None: no limit."""
     no_proxy: tuple[str, ...] | None = None

@@ -101,6 +101,8 @@ def _render(
     requests: tuple[Request, ...] = more.pop("requests", None) or requests_of(plan, profile)
     requests = with_walltimes(requests, profile)
     last = requests[-1]
+    is_copy = package_root is not None and Path(package_root).is_relative_to(plan.run_dir)
+    code = str(Path(package_root).relative_to(plan.run_dir)) if package_root is not None and is_copy else None
     variables: dict[str, Any] = {
         "plan": plan,
         "profile": profile,
@@ -114,8 +116,9 @@ def _render(
         "batch_options": batch_options(profile.software.default.container),
         "reports_setup": script_name == "job.sbatch",
         "python": ShellText('"$bundle/bin/python"') if plan.bundle is not None else python,
-        "unpack_script": f"{plan.run_dir}/launch/{UNPACK_SCRIPT}",
-        "package_root": package_root,
+        "unpack_script": _in_run(f"launch/{UNPACK_SCRIPT}"),
+        "package_root": package_root if code is None else _in_run(code),
+        "checked_folders": _checked_folders(code),
         "hides_user_site": plan.bundle is not None or not is_in_user_site(),
         "output": output_pattern(plan.run_dir) if plan.scheduler == "slurm" else "",
         "version": __version__,
@@ -124,6 +127,20 @@ def _render(
     script = render_template(f"{script_name}.j2", first=own_templates(profile), **variables)
     check_script(script, location=script_name)
     return script
+
+
+def _in_run(path: str) -> ShellText:
+    """Return a path in the run directory that the script has opened and checked (``partials/own_folder.j2``)."""
+    return ShellText(f'"$run_folder"/{quote_word(path)}')
+
+
+def _checked_folders(code: str | None) -> list[str]:
+    """Return the folders whose owner and mode the script checks, down to those that contain what it executes."""
+    folders = [".", "launch"]
+    if code is not None:
+        parts = (*Path(code).parts, "primerl_hpc")
+        folders += ["/".join(parts[:number]) for number in range(1, len(parts) + 1)]
+    return [quote_word(folder) for folder in folders]
 
 
 def module_lines(software: Software) -> list[tuple[str, bool]]:

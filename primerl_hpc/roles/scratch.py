@@ -28,10 +28,16 @@ def scratch_path(run: RunDir, process: str, base: str | None = None) -> Path:
 
 @contextlib.contextmanager
 def scratch_folder(run: RunDir, process: str, base: str | None = None) -> Iterator[Path]:
-    """Create the folder, without content that a killed predecessor left; delete it at exit."""
+    """Create the folder, without content that a killed predecessor left; delete it at exit.
+
+    It gets another name if another user created that one, which was visible while an earlier incarnation ran.
+    """
     folder = scratch_path(run, process, base)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        folder = Path(tempfile.mkdtemp(prefix=f"{folder.name[:-8]}-", dir=folder.parent))
     try:
         yield folder
     finally:

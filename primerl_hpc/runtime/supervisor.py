@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError, TimeoutWaitingError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.log import change_logging, setup_logging
@@ -392,6 +393,7 @@ def main(argv: list[str] | None = None) -> int:
             return ExitCode.USAGE
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     set_safe_umask()
+    env.leave_open_folder()
     raise_limits()  # srun propagates them to every step
     try:
         supervisor = Supervisor(RunDir(Path(run_dir).resolve()), fault)

@@ -49,15 +49,20 @@ def open_umask() -> Iterator[None]:
 
 @pytest.fixture
 def prepared(tmp_path: Path, open_umask: None, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run directory below a project's setgid folder, created by a user with umask 002."""
+    """A run directory below a project's setgid folder, created by a user with umask 002 who accepts that."""
     project = tmp_path / "project"
     project.mkdir()
+    os.chown(project, -1, NOBODY)
     project.chmod(0o2770)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o055 != 0o055:
+            folder.chmod(0o755)  # pytest's own
     monkeypatch.chdir(tmp_path)
     make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
-    run, _ = prepare_run(
-        load_recipe(str(TINY), environ={}), load_profile("local", environ={}), project / "run"
-    )
+    # the supervisor of this script ends at once, and records why
+    changes = ["software.setup=[exit 3]", "allow_shared_parent=true"]
+    profile = load_profile("local", environ={}, overrides=changes)
+    run, _ = prepare_run(load_recipe(str(TINY), environ={}), profile, project / "run")
     return run
 
 
@@ -114,14 +119,74 @@ def test_a_link_in_place_of_the_plan_is_refused(prepared: RunDir, tmp_path: Path
         check_own(prepared)
 
 
+def start_as_slurm_does(prepared: RunDir, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run the copy of the batch script that SLURM made at submission."""
+    return subprocess.run(
+        ["bash", str(tmp_path / "spooled")], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+
+
+def plant_package(prepared: RunDir, tmp_path: Path) -> None:
+    """As a member of the project's group: put an own run directory in the place of the one whose job waits."""
+    prepared.root.rename(prepared.root.with_name("taken"))
+    runtime = prepared.root / "code" / "1" / "primerl_hpc" / "runtime"
+    runtime.mkdir(parents=True)
+    prepared.launch.mkdir()
+    for folder in (runtime.parent, runtime):
+        (folder / "__init__.py").touch()
+    (runtime / "supervisor.py").write_text("print('code of the colleague')")
+
+
+def test_a_run_directory_that_was_replaced_while_the_job_waited_runs_nothing(
+    prepared: RunDir, tmp_path: Path
+) -> None:
+    shutil.copy(prepared.launch / "job.sbatch", tmp_path / "spooled")
+    done = start_as_slurm_does(prepared, tmp_path)
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    state = read_json(prepared.state)
+    assert state["state"] == "failed" and "exit 3" in json.dumps(state), "the run's own copy was executed"
+    as_stranger(lambda: plant_package(prepared, tmp_path))
+    done = start_as_slurm_does(prepared, tmp_path)
+    assert done.returncode == ExitCode.OCCUPIED and "was replaced" in done.stderr, done
+    assert "colleague" not in done.stdout
+    shutil.rmtree(prepared.root)
+    as_stranger(lambda: prepared.root.symlink_to("taken"))
+    assert start_as_slurm_does(prepared, tmp_path).returncode == ExitCode.OCCUPIED
+
+
+def test_a_folder_above_that_others_can_write_is_refused_unless_the_submission_accepted_it(
+    prepared: RunDir,
+) -> None:
+    check_own(prepared)
+    project = prepared.root.parent
+    with pytest.raises(OccupiedError, match=r"other users may write to .*project \(mode 2770\)"):
+        prepare_run(load_recipe(str(TINY), environ={}), load_profile("local", environ={}), project / "other")
+    assert not (project / "other").exists()
+    write_json(prepared.plan, {**read_json(prepared.plan), "allow_shared_parent": False}, mode=0o600)
+    with pytest.raises(OccupiedError, match="can replace the run directory") as caught:
+        check_own(prepared)
+    for way in ("chmod g-w,o-w", "chmod +t", "--run-dir", "--allow-shared-parent"):
+        assert way in str(caught.value)
+    project.chmod(0o3770)
+    check_own(prepared)
+
+
 def test_a_parent_folder_that_others_can_write_is_named(tmp_path: Path) -> None:
     make_private(tmp_path / "private")
     assert writable_by_others(tmp_path / "private" / "runs") is None
     open_folder = tmp_path / "open"
     make_private(open_folder, 0o777)
     assert writable_by_others(open_folder / "runs" / "x") == open_folder
+    make_private(open_folder / "own" / "runs")
+    assert writable_by_others(open_folder / "own" / "runs") == open_folder, (
+        "a folder above can be replaced, too"
+    )
     open_folder.chmod(0o1777)
     assert writable_by_others(open_folder / "runs") is None, "only an entry's owner may replace it there"
+    open_folder.chmod(0o775)
+    assert writable_by_others(open_folder) is None, "the group has no other members"
+    os.chown(open_folder, -1, NOBODY)
+    assert writable_by_others(open_folder) == open_folder
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/b", "..", ".", "", "a\0b", None, 7, ["a"]])

@@ -10,9 +10,12 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from primerl_hpc.cli.main import cli
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.assets import template_dirs
 from primerl_hpc.common.errors import ConfigError, ExitCode, PrimerlError
@@ -198,3 +201,19 @@ def test_the_command_line_exits_with_one_sentence_and_the_configuration_exit_cod
         done = primerl(*words, cwd=folder, **variables)
         assert done.returncode == ExitCode.CONFIG and says in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1 and done.stderr.isascii()
+
+
+@pytest.mark.parametrize("line_break", ["\\n", "\\r", "\\u0085", "\\u2028", "\\u2029"])
+def test_a_key_of_an_imported_file_cannot_add_lines_to_the_recipe(tmp_path: Path, line_break: str) -> None:
+    """YAML ends a comment at each of these characters, and no check would see what follows."""
+    evil = f"{line_break}env: {{LD_PRELOAD: /tmp/evil.so}}{line_break}#"
+    source = tmp_path / f"rl{json.loads(chr(34) + line_break + chr(34))}env: {{A: b}}.toml"
+    source.write_text(
+        f'max_steps = 3\n"x{evil}" = 1\n[slurm]\n"y{evil}" = 1\n[trainer]\nmax_steps = 4\n'
+        f'[model]\nname = "m{evil}"\n[env_vars]\n"A{evil}" = "1"\n[[orchestrator.env]]\nid = "reverse-text"\n'
+    )
+    done = CliRunner().invoke(cli, ["import-config", str(source)])
+    converted = json.loads(CliRunner().invoke(cli, ["import-config", str(source), "--json"]).stdout)
+    assert "LD_PRELOAD" in done.stdout, done.exception
+    assert yaml.safe_load(done.stdout) == converted["recipe"]
+    assert "LD_PRELOAD" not in converted["recipe"]["env"]

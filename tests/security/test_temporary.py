@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.names import Role
+from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.job.node_checks import check_scratch
@@ -26,7 +29,7 @@ from primerl_hpc.runtime.steps.private_tmp import (
     delete_abandoned,
 )
 from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import ROOT, process_plan
+from tests.support.helpers import ROOT, process_plan, wait_for
 from tests.support.stranger import NOBODY, as_stranger, run_in_child
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -207,23 +210,65 @@ def test_nothing_is_deleted_on_a_filesystem_that_other_nodes_may_use(
     assert delete_abandoned(node_tmp) == [] and (folder / "kept").exists()
 
 
+@pytest.mark.parametrize("opened_before", [0, 1], ids=["the folder", "its lock"])
 def test_a_folder_that_is_deleted_while_a_guard_enters_is_created_again(
-    node_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    node_tmp: Path, monkeypatch: pytest.MonkeyPatch, opened_before: int
 ) -> None:
-    opened, deleted = os.open, []
+    opened, paths = os.open, []
 
-    def open_after_deletion(path: Path, *rest: int, **options: int | None) -> int:
-        if not deleted:
-            deleted.append(path)
-            os.rmdir(Path(path).parent)
+    def open_after_deletion(path: Path | str, *rest: int, **options: int | None) -> int:
+        paths.append(path)
+        if len(paths) == 1 + opened_before:
+            os.rmdir(paths[0])
         return opened(path, *rest, **options)
 
     monkeypatch.setattr(os, "open", open_after_deletion)
     tmp = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
     monkeypatch.undo()
-    assert tmp is not None and deleted and (tmp.folder / LOCK).exists()
+    assert tmp is not None and len(paths) == 3 + opened_before and (tmp.folder / LOCK).exists()
     tmp.release()
     assert not tmp.folder.exists()
+
+
+def holds_open(pid: int, path: Path) -> bool:
+    return any(os.path.realpath(link) == str(path) for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_a_folder_that_another_user_creates_between_two_guards_is_not_used(node_tmp: Path) -> None:
+    """The name is visible while the first guard runs, so a stranger can wait until that guard deletes the folder."""
+    ending = PrivateTmp.create({NAME_VARIABLE: ".p0123456789ab", "TMPDIR": str(node_tmp)})
+    assert ending is not None
+    fcntl.flock(ending._lock, fcntl.LOCK_EX)  # as a guard that has begun to delete it
+    guard = start_guard(node_tmp, ".p0123456789ab", SHOW)
+    wait_for(lambda: holds_open(guard.pid, ending.folder / LOCK), "a guard that waits for the lock")
+    shutil.rmtree(ending.folder)
+
+    def plant() -> None:
+        (ending.folder / "inductor").mkdir(parents=True)
+        (ending.folder / LOCK).touch()
+        for path in (ending.folder, ending.folder / LOCK):
+            path.chmod(0o777)
+
+    as_stranger(plant)
+    os.close(ending._lock)
+    output, messages = guard.communicate()
+    assert guard.returncode == 0, messages
+    used = Path(json.loads(output)["TMPDIR"])
+    assert used.parent == node_tmp and used != ending.folder
+    assert ending.folder.stat().st_uid == NOBODY and not used.exists()
+
+
+def test_a_process_starts_although_another_user_took_the_name_of_its_scratch_folder(node_tmp: Path) -> None:
+    run = RunDir(node_tmp / "run")
+
+    def enter() -> tuple[Path, int]:
+        with scratch_folder(run, "inference-0", str(node_tmp)) as folder:
+            return folder, stat.S_IMODE(folder.stat().st_mode)
+
+    planted, _ = as_stranger(enter, uid=NOBODY - 1)
+    as_stranger(planted.mkdir)
+    used, mode = as_stranger(enter, uid=NOBODY - 1)
+    assert used.parent == node_tmp and used != planted and mode == 0o700 and not used.exists()
 
 
 def test_the_folder_name_is_derived_from_the_attempts_keys(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import create_exclusive, lock_file
+from primerl_hpc.common.files import create_exclusive
+from primerl_hpc.common.node.filesystems import lock_file
 
 FOLDERS = ("inductor", "triton", "vllm", "flashinfer", "deep-gemm", "miopen", "miopen-cache")
 """Subfolders of the job's private folder that are kept."""

@@ -69,10 +69,9 @@ def keep_code(run: RunDir, code: RunCode) -> None:
     if (code.folder / CODE_MANIFEST).is_file():
         return
     make_private(run.code)
-    make_private(code.folder)
     files = code.sources.files
-    for folder in sorted({Path(target).parent for target in files}):
-        (code.folder / folder).mkdir(parents=True, exist_ok=True)
+    for folder in sorted({folder for target in files for folder in Path(target).parents}):
+        make_private(code.folder / folder)
     with warnings.catch_warnings(), ThreadPoolExecutor(_WRITERS) as writers:
         warnings.simplefilter("ignore")  # of the compiler
         list(writers.map(lambda item: _copy(item[1], code.folder / item[0]), files.items()))

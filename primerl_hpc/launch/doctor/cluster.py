@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.common.errors import ConfigError, SchedulerError
+from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
 from primerl_hpc.launch.doctor.site import site_facts
 from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
 from primerl_hpc.render.requests import Request, cpu_request, type_request, with_walltimes
-from primerl_hpc.run.access.ownership import writable_by_others
+from primerl_hpc.run.access.ownership import check_parents
 from primerl_hpc.slurm.command_lines import (
     COMMANDS,
     accounting_command,
@@ -120,10 +120,10 @@ def _runs_folder(profile: Profile) -> CheckResult:
     except OSError as error:
         return CheckResult("run directory", False, f"{existing}: {error.strerror}", hint)
     message = f"{folder.resolve()}: {free_gib:,.0f} GiB free"
-    if (open_folder := writable_by_others(folder.resolve())) is not None:
-        hint = f"chmod go-w {open_folder}, or choose another runs_dir"
-        message += f", but other users may write to {open_folder}"
-        return CheckResult("run directory", False, message, hint)
+    try:
+        check_parents(folder.resolve() / "run", is_allowed=profile.allow_shared_parent)
+    except OccupiedError as error:
+        return CheckResult("run directory", False, f"{message}, but {error.cause}", error.hint)
     return CheckResult("run directory", free_gib > 1, message, hint)
 
 

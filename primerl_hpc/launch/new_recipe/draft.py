@@ -16,6 +16,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.document import Document, dump_flow
 from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.files import create_exclusive, write_text
+from primerl_hpc.common.safety.printable import one_line
 from primerl_hpc.launch.new_recipe.blocks import Entry, task_entries, with_default_layout, with_layout
 from primerl_hpc.launch.new_recipe.request import RecipeRequest
 from primerl_hpc.launch.new_recipe.sizing import Sized, check_number, choose_layout, fewest_gpus
@@ -129,7 +130,7 @@ def _text(request: RecipeRequest, entries: list[Entry], file_name: str) -> str:
     head = [
         *_comment(title),
         "#",
-        f"#   primerl-hpc submit {file_name} -p {request.profile_name}",
+        f"#   primerl-hpc submit {one_line(file_name)} -p {one_line(request.profile_name)}",
         "#",
         *_comment("primerl-hpc explain KEY describes a key, and --set KEY=VALUE changes it for one run."),
     ]
@@ -142,7 +143,10 @@ def _text(request: RecipeRequest, entries: list[Entry], file_name: str) -> str:
 
 
 def _comment(paragraph: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(paragraph, WIDTH - 2, break_on_hyphens=False)]
+    text = one_line(
+        paragraph, limit=len(paragraph) * 10
+    )  # names of models and files may contain line breaks of YAML
+    return [f"# {line}" for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False)]
 
 
 def dump(entry: Entry) -> str:

@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.names import Role
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.run.access.keys import existing_keys
+from primerl_hpc.run.access.keys import OwnServer, own_server
 from primerl_hpc.run.access.ownership import check_may_change
 from primerl_hpc.run.endpoints import read_endpoints
 from primerl_hpc.run.rundir import RunDir
@@ -50,18 +49,18 @@ class EngineTrace:
     """Why the trace is missing or short; empty if it is complete."""
 
 
-def find_engines(run: RunDir, wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the endpoints of the engines that ``wanted`` names, as processes or roles.
+def find_engines(run: RunDir, wanted: Sequence[str]) -> dict[str, OwnServer]:
+    """Return the engines that ``wanted`` names, as processes or roles.
 
-    Raises NotFoundError for a name without a running engine, OccupiedError for another user's run.
+    Raises NotFoundError for a name without a running engine, DataError for one without keys, OccupiedError for another
+    user's run.
     """
     check_may_change(run, hint="only its owner can trace it")
-    running = {name: found for role in ENGINE_ROLES for name, found in read_endpoints(run, role).items()}
+    running = [name for role in ENGINE_ROLES for name in read_endpoints(run, role)]
     chosen = {}
     for word in wanted:
-        matching = {
-            name: endpoint for name, endpoint in running.items() if word in (name, name.rpartition("-")[0])
-        }
+        named = [name for name in running if word in (name, name.rpartition("-")[0])]
+        matching = {name: server for name in named if (server := own_server(run, name)) is not None}
         if not matching:
             state = take_snapshot(run, JobWatcher().facts_of([run])).state.value
             hint = f"its engines: {', '.join(running)}" if running else f"primerl-hpc status {_quoted(run)}"
@@ -70,27 +69,18 @@ def find_engines(run: RunDir, wanted: Sequence[str]) -> dict[str, dict[str, Any]
     return chosen
 
 
-def trace_engines(run: RunDir, engines: dict[str, dict[str, Any]], *, steps: int) -> list[EngineTrace]:
+def trace_engines(run: RunDir, engines: dict[str, OwnServer], *, steps: int) -> list[EngineTrace]:
     """Trace at least ``steps`` iterations of each engine, of all engines at the same time."""
     with ThreadPoolExecutor(max(1, len(engines))) as pool:
-        tasks = [
-            pool.submit(_trace, run, name, endpoint, steps) for name, endpoint in sorted(engines.items())
-        ]
+        tasks = [pool.submit(_trace, run, name, engines[name], steps) for name in sorted(engines)]
         return [task.result() for task in tasks]
 
 
-def _trace(run: RunDir, name: str, endpoint: dict[str, Any], steps: int) -> EngineTrace:
+def _trace(run: RunDir, name: str, engine: OwnServer, steps: int) -> EngineTrace:
     folder, count = run.engine_traces(name), 0
     before = set(_traces_in(folder))
     try:
-        keys = existing_keys(run, endpoint.get("attempt", 1))
-        with httpx.Client(
-            base_url=endpoint["url"].rstrip("/"),
-            verify=keys.client_context(),
-            headers=keys.headers,
-            timeout=httpx.Timeout(ANSWER_S, connect=10.0),
-            trust_env=False,
-        ) as client:
+        with engine.client(httpx.Timeout(ANSWER_S, connect=10.0)) as client:
             client.post("/start_profile").raise_for_status()
             try:
                 # iterations before the start of the profiler are in no trace
@@ -98,7 +88,7 @@ def _trace(run: RunDir, name: str, endpoint: dict[str, Any], steps: int) -> Engi
                 count = max(0, _wait(client, start, steps + LATE) - LATE)
             finally:
                 client.post("/stop_profile").raise_for_status()
-    except (httpx.HTTPError, DataError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         return EngineTrace(name, _new(folder, before), count, _explain(error))
     files = _new(folder, before)
     problem = "" if files else f"it wrote no trace into {folder}; see its log"

@@ -5,6 +5,7 @@
     keys.server_certificate("inference-0", host)      # PEM file: private key and certificate for this address
     keys.client_context()                             # ssl.SSLContext that trusts only servers of this attempt
     keys.curve("env_server")                          # CurveKeys of the environment servers
+    own_server(run, "router-0")                       # for a process outside the run: URL, headers, TLS
 
 The files are in ``control/keys/attempt_K`` (mode 0700, files 0600), so that only processes of the run's owner can read
 them. Each attempt creates new keys, so that a leaked key is useless after a requeue. Keys never appear in a plan, a
@@ -25,12 +26,17 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import create_exclusive, read_bytes, read_json, write_bytes, write_text
+from primerl_hpc.common.safety.decoding import parse_json
+from primerl_hpc.run.access.ownership import read_own
 from primerl_hpc.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    import httpx
 
 _VALID_DAYS = 366
 """Longer than any attempt."""
@@ -62,7 +68,7 @@ class RunKeys:
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers of all requests to an engine or the router of the run."""
-        return {"Authorization": f"Bearer {self.api_key}"}
+        return _headers(self.api_key)
 
     @property
     def temporary_name(self) -> str:
@@ -79,10 +85,7 @@ class RunKeys:
 
     def client_context(self) -> ssl.SSLContext:
         """TLS for clients: only certificates signed by this attempt's authority are accepted."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_verify_locations(cafile=self.authority)
-        return context
+        return _client_context(self.authority.read_text())
 
     def server_context(self, process: str, host: str) -> ssl.SSLContext:
         """TLS for a server that listens on ``host``."""
@@ -139,15 +142,66 @@ def renew_keys(run: RunDir, attempt: int) -> RunKeys:
     return keys
 
 
-def existing_keys(run: RunDir, attempt: int) -> RunKeys:
-    """Return the keys for a process outside the run (``chat``).
+@dataclass(frozen=True)
+class OwnServer:
+    """A server of a run, for a process outside the run (``chat``, ``profile``)."""
 
-    Raises DataError if the attempt has no keys, OSError if they belong to another user.
+    endpoint: dict[str, Any]
+    headers: dict[str, str]
+    """They contain the attempt's key."""
+    tls: ssl.SSLContext
+    """It accepts only the servers of the attempt that has this key."""
+
+    @property
+    def url(self) -> str:
+        return self.endpoint["url"].rstrip("/")
+
+    def client(self, timeout: Any) -> httpx.Client:
+        import httpx
+
+        return httpx.Client(
+            base_url=self.url, headers=self.headers, verify=self.tls, timeout=timeout, trust_env=False
+        )
+
+
+def own_server(run: RunDir, process: str) -> OwnServer | None:
+    """Return the address of ``process`` and the keys of its attempt; None if it has published no address.
+
+    A run directory that another user prepared could name the key of another run, by a link or a path, and a server of
+    that user. So both are read with `read_own`, and the key is for HTTPS only. Raises OccupiedError for such a
+    directory, DataError if the address or keys are missing or invalid, and OSError if they cannot be read.
     """
+    path = run.endpoint(process)
+    try:
+        endpoint = parse_json(read_own(path, run).decode())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"not valid JSON ({error})", location=str(path)) from error
+    if not isinstance(endpoint, dict) or not str(endpoint.get("url")).startswith("https://"):
+        raise DataError(f"{process} has no https address, so it gets no key", location=str(path))
+    attempt = endpoint.get("attempt")
+    if type(attempt) is not int:
+        raise DataError(f"attempt {attempt!r} is not a number", location=str(path))
     keys = RunKeys(run.keys(attempt))
-    if not keys.folder.exists():
-        raise DataError(f"attempt {attempt} of this run has no keys", location=str(keys.folder))
-    return keys
+    try:
+        api_key, authority = (
+            read_own(keys.folder / name, run).decode().strip() for name in ("api_key", keys.authority.name)
+        )
+    except FileNotFoundError:
+        raise DataError(f"attempt {attempt} of this run has no keys", location=str(keys.folder)) from None
+    return OwnServer(endpoint, _headers(api_key), _client_context(authority))
+
+
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def _client_context(authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=authority)
+    return context
 
 
 def _create(folder: Path) -> None:

@@ -9,7 +9,6 @@ its rows with one call, and syncs. A line that cannot be parsed is skipped with 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import lock_file, parse_row
+from primerl_hpc.common.files import parse_row
+from primerl_hpc.common.node.filesystems import lock_file
 from primerl_hpc.run.ledger.rows import LedgerRow, parse_ledger_row
 
 MAX_ROWS = 20_000
@@ -40,7 +40,7 @@ def append_rows(path: Path, rows: Iterable[LedgerRow]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        lock_file(fd, fcntl.lockf)  # without locks: a row is one appending write
+        lock_file(fd, between_nodes=True)  # without locks: a row is one appending write
         size = os.fstat(fd).st_size
         is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = memoryview((("\n" if is_torn else "") + "".join(lines)).encode())

@@ -274,6 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.USAGE
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     set_safe_umask()
+    env.leave_open_folder()
     try:
         host = EngineHost(RunDir(Path(arguments[0]).resolve()), int(arguments[1]))
         return remove_bundle(asyncio.run(host.run()), host.plan)

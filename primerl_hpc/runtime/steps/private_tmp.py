@@ -1,11 +1,12 @@
-"""The run's private temporary folder on each node, which other users can neither guess nor create first.
+"""The run's private temporary folder on each node, which other users cannot create first.
 
 Compilers and libraries keep caches under well-known names in /tmp (``/tmp/torchinductor_<user>``, ``/tmp/miopen``), and
 some unpickle what they find: another user who creates such a folder first runs code in the job. The name of our folder
-is derived from the attempt's API key (`runtime/types.py`) and the job's id, so it cannot be guessed, and its mode is
-0700. It is in the profile's ``scratch`` folder, or in the node's temporary folder without one. It is the TMPDIR of
-every process, holds the compile caches and copies of base models, and is deleted when the last guard of the run on the
-node exits. If all of them are killed, the next run of the user on the node deletes it. Standard library only.
+is derived from the attempt's API key (`runtime/types.py`) and the job's id, so it cannot be guessed before it exists;
+its mode is 0700, and a folder of another user with this name is not used. It is in the profile's ``scratch`` folder, or
+in the node's temporary folder without one. It is the TMPDIR of every process, holds the compile caches and copies of
+base models, and is deleted when the last guard of the run on the node exits. If all of them are killed, the next run of
+the user on the node deletes it. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from primerl_hpc.common.node.filesystems import LOCAL, filesystem_of
+from primerl_hpc.common.node.filesystems import LOCAL, filesystem_of, lock_file
 
 NAME_VARIABLE = "PRIMERL_PRIVATE_TMP"
 SCRATCH_VARIABLE = "PRIMERL_SCRATCH"
@@ -47,14 +48,17 @@ LOCK = ".lock"
 
 _NAME = re.compile(r"\.p[0-9a-f]{12}(?:-\d+)?")
 """Names of the folders: `RunKeys.temporary_name`, and the job's id."""
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of flock on filesystems without locks."""
+_NO_LINK = os.O_CLOEXEC | os.O_NOFOLLOW
+_DIRECTORY = os.O_DIRECTORY | _NO_LINK
 
 
 class PrivateTmp:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._lock = folder, -1
+    def __init__(self, folder: Path, fd: int, lock: int) -> None:
+        self.folder = folder
+        self._fd = fd
+        """The open folder. Whether it is private was checked on this descriptor, because a path may change."""
+        self._lock = lock
+        """The file that this process has locked; -1 on a filesystem without locks."""
 
     @classmethod
     def create(cls, environ: MutableMapping[str, str]) -> PrivateTmp | None:
@@ -69,8 +73,7 @@ class PrivateTmp:
         if scratch:
             base.mkdir(parents=True, exist_ok=True)
         job = environ.get("SLURM_JOB_ID")
-        created = cls(_make_private(base, f"{name}-{job}" if job else name))
-        created._hold()
+        created = cls._enter(base / (f"{name}-{job}" if job else name))
         environ["TMPDIR"] = str(created.folder)
         for variable, folder in (
             CACHES | (SCRATCH_CACHES if scratch or STORE_VARIABLE in environ else {})
@@ -78,25 +81,30 @@ class PrivateTmp:
             environ.setdefault(variable, str(created.folder / folder))
         return created
 
-    def _hold(self) -> None:
-        """Take the lock shared with other guards of this node; retry if the last one was just deleting the folder."""
+    @classmethod
+    def _enter(cls, folder: Path) -> PrivateTmp:
+        """Create ``folder`` and take the lock shared with other guards of this node; a folder with another name if this
+        one is not exclusively ours.
+
+        It is checked again whenever the last guard deleted it meanwhile: the name was visible until then, so another
+        user may have created it.
+        """
         while True:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
             try:
-                fd = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fd = os.open(folder, _DIRECTORY)
             except FileNotFoundError:
                 continue
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            except OSError as error:  # other users of the folder are unknown: it is not deleted
-                if error.errno not in NO_LOCKS:
-                    raise
+            except OSError:  # a link, a file, or a folder that this user cannot read
+                fd = -1
+            if fd >= 0 and _is_private(os.fstat(fd)):
+                if (lock := _lock(fd)) is not None:
+                    return cls(folder, fd, lock)
+            else:
+                folder = Path(tempfile.mkdtemp(prefix=".p", dir=folder.parent))
+            if fd >= 0:
                 os.close(fd)
-                return
-            if _is_same(fd, self.folder / LOCK):
-                self._lock = fd
-                return
-            os.close(fd)
 
     def release(self) -> None:
         """Delete the folder if no other process of the run holds it; keep it where the filesystem has no locks."""
@@ -104,8 +112,21 @@ class PrivateTmp:
             return
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with _opened(self.folder, os.O_DIRECTORY) as fd:
-                _delete(self.folder, fd)
+            _delete(self.folder, self._fd)
+
+
+def _lock(folder: int) -> int | None:
+    """Return the lock of an open folder, shared with other guards; -1 on a filesystem without locks, and None if
+    another guard deleted it."""
+    try:
+        fd = os.open(LOCK, os.O_CREAT | os.O_RDWR | _NO_LINK, 0o600, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    has_locks = lock_file(fd, fcntl.LOCK_SH)
+    if has_locks and _is_same(fd, LOCK, dir_fd=folder):
+        return fd
+    os.close(fd)
+    return None if has_locks else -1
 
 
 def delete_abandoned(base: Path) -> list[Path]:
@@ -124,7 +145,7 @@ def delete_abandoned(base: Path) -> list[Path]:
 
 
 def _delete_if_abandoned(folder: Path) -> bool:
-    with contextlib.suppress(OSError), _opened(folder, os.O_DIRECTORY) as fd:
+    with contextlib.suppress(OSError), _opened(folder, _DIRECTORY) as fd:
         if not _is_private(os.fstat(fd)):
             return False
         with _opened(LOCK, os.O_RDWR, dir_fd=fd) as lock:
@@ -153,7 +174,7 @@ def _delete(folder: Path, fd: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path | str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    fd = os.open(path, flags | _NO_LINK, dir_fd=dir_fd)
     try:
         yield fd
     finally:
@@ -188,17 +209,6 @@ def expand(folder: str, environ: Mapping[str, str]) -> Path:
         return environ[name]
 
     return Path(re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, folder)).expanduser()
-
-
-def _make_private(base: Path, name: str) -> Path:
-    """Create ``base/name``; if that exists and is not exclusively ours, a new folder with another name."""
-    folder = base / name
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        if not _is_private(folder.lstat()):
-            return Path(tempfile.mkdtemp(prefix=".p", dir=base))
-    return folder
 
 
 def _is_private(found: os.stat_result) -> bool:

@@ -25,7 +25,8 @@ import httpx
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
-from primerl_hpc.common.files import lock_file, read_json_or_none, write_json
+from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.node.filesystems import lock_file
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir

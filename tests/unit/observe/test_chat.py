@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def publish(run: RunDir, *, url: str, host: str) -> None:
-    write_json(run.endpoint("router-0"), {"url": url, "host": host, "model": "tiny"})
+    write_json(run.endpoint("router-0"), {"url": url, "host": host, "model": "tiny", "attempt": 1})
 
 
 def test_a_run_without_engines_reports_why_it_serves_nothing(run: RunDir) -> None:
@@ -64,15 +64,16 @@ def test_without_stdin_a_question_needs_prompt(run: RunDir, monkeypatch: pytest.
 
 
 def test_a_missing_key_is_reported_and_an_existing_one_is_used(run: RunDir) -> None:
-    publish(run, url="http://127.0.0.1:9", host=socket.gethostname())
+    publish(run, url="https://127.0.0.1:9", host=socket.gethostname())
     with pytest.raises(NotFoundError, match="only the user who submitted it"):
         find_server(run)
     key = run_keys(run).api_key
-    assert find_server(run).keys.api_key == key and find_server(run).model == "tiny"
+    server = find_server(run)
+    assert server.router.headers == {"Authorization": f"Bearer {key}"} and server.model == "tiny"
 
 
 def test_a_run_whose_engines_start_is_reported_once_with_the_command_that_shows_them(run: RunDir) -> None:
-    publish(run, url="http://127.0.0.1:9", host=socket.gethostname())
+    publish(run, url="https://127.0.0.1:9", host=socket.gethostname())
     assert run_keys(run).api_key
     starting = httpx.Response(503, json={"error": "no engine is ready"})
     text = str(find_server(run)._refusal(starting))
@@ -81,11 +82,12 @@ def test_a_run_whose_engines_start_is_reported_once_with_the_command_that_shows_
 
 def test_an_engine_on_loopback_is_reached_by_a_step_of_its_job(run: RunDir) -> None:
     words = ["chat", "run", "--prompt", "hi; rm -rf /"]
-    publish(run, url="http://127.0.0.1:9", host=socket.gethostname())
+    run_keys(run)
+    publish(run, url="https://127.0.0.1:9", host=socket.gethostname())
     assert router_node_command(run, words, is_terminal=False) is None
-    publish(run, url="http://10.0.0.7:9", host="node7.cluster")
+    publish(run, url="https://10.0.0.7:9", host="node7.cluster")
     assert router_node_command(run, words, is_terminal=False) is None
-    publish(run, url="http://127.0.0.1:9", host="node7.cluster")
+    publish(run, url="https://127.0.0.1:9", host="node7.cluster")
     assert router_node_command(run, words, is_terminal=False) is None, "no job is known"
     write_json(run.state, {"state": RunState.RUNNING, "job_id": "412"})
     command = router_node_command(run, words, is_terminal=True)

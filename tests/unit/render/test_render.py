@@ -31,6 +31,11 @@ def script(
     )
 
 
+def made_run_dir(tmp_path: Path) -> str:
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+    return str(tmp_path / "run")
+
+
 def _version() -> str:
     import primerl_hpc
 
@@ -74,13 +79,14 @@ def test_an_elastic_engine_asks_for_its_share_of_a_nodes_memory(profile: str, me
     assert asked == [f"#SBATCH {memory}"]
 
 
-def test_a_walltime_warning_before_the_supervisor_is_there_ends_nothing() -> None:
+def test_a_walltime_warning_before_the_supervisor_is_there_ends_nothing(tmp_path: Path) -> None:
     """SLURM may warn in a job's first second; the default action of USR2 is death."""
     profile = load_profile("virtual").profile
     software = profile.software.model_copy(update={"setup": ("kill -USR2 $$",)})
-    text = script(profile.model_copy(update={"software": software}), python="/bin/echo")
+    run_dir = made_run_dir(tmp_path)
+    text = script(profile.model_copy(update={"software": software}), run_dir=run_dir, python="/bin/echo")
     done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
-    assert done.stdout == "-m primerl_hpc.runtime.supervisor /shared/runs/tiny-001\n"
+    assert done.stdout == f"-m primerl_hpc.runtime.supervisor {run_dir}\n"
 
 
 # -- lines of the setup that fail
@@ -99,7 +105,7 @@ def run_script(tmp_path: Path, **software: object) -> tuple[int, str, str]:
     spy.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >"$0.said"\n')
     spy.chmod(0o755)
     path, log = tmp_path / "job.sh", tmp_path / "log"
-    path.write_text(script(with_software(**software), python=str(spy)))
+    path.write_text(script(with_software(**software), run_dir=made_run_dir(tmp_path), python=str(spy)))
     with log.open("wb") as file:
         done = subprocess.run(["bash", str(path)], stdout=file, stderr=file, cwd=tmp_path, check=False)
     return done.returncode, log.read_text(), Path(f"{spy}.said").read_text()
@@ -135,7 +141,7 @@ def test_a_line_of_the_setup_that_fails_ends_the_script_with_78_and_is_reported(
     assert code == 78, log
     assert f"failed with exit status {status}: {line}" in log and words in log
     module, run_dir, option, told_status, told_line, *output = said.splitlines()[1:]
-    assert module == "primerl_hpc.runtime.supervisor" and run_dir == "/shared/runs/tiny-001"
+    assert module == "primerl_hpc.runtime.supervisor" and run_dir == str(tmp_path / "run")
     assert option == "--setup-failure"
     assert told_status == str(status) and told_line.startswith(line) and words in "\n".join(output)
 
@@ -143,7 +149,7 @@ def test_a_line_of_the_setup_that_fails_ends_the_script_with_78_and_is_reported(
 def test_environment_modules_3_report_a_missing_module_with_exit_status_0(tmp_path: Path) -> None:
     words = "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for 'cuda'"
     (tmp_path / "modules.sh").write_text(f'module() {{ echo "{words}" >&2; return 0; }}\n')
-    text = script(with_software(modules=["cuda"]), python="/bin/echo")
+    text = script(with_software(modules=["cuda"]), run_dir=made_run_dir(tmp_path), python="/bin/echo")
     path, log = tmp_path / "job.sh", tmp_path / "log"
     first, rest = text.split("if ! type module", 1)
     path.write_text(f"{first}source {tmp_path}/modules.sh\nif ! type module{rest}")

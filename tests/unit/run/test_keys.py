@@ -13,7 +13,8 @@ import pytest
 from cryptography import x509
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.run.access.keys import RunKeys, existing_keys, renew_keys, run_keys
+from primerl_hpc.run.access.keys import own_server, renew_keys, run_keys
+from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from tests.support.helpers import PATIENCE_S
 
@@ -75,8 +76,7 @@ def test_a_new_attempt_has_new_keys_and_the_old_ones_are_deleted(tmp_path: Path)
     assert curve == run_keys(run, 1).curve("env_server")
     second = renew_keys(run, 2)
     assert second.api_key != key and second.curve("env_server") != curve
-    with pytest.raises(DataError, match="attempt 1 of this run has no keys"):
-        existing_keys(run, 1)
+    assert not first.folder.exists()
 
 
 def test_all_key_files_are_private_even_without_a_umask(tmp_path: Path) -> None:
@@ -109,8 +109,10 @@ def test_processes_that_ask_at_once_get_the_same_keys(tmp_path: Path) -> None:
     assert [path.name for path in RunDir(tmp_path).keys(1).parent.iterdir()] == ["attempt_1"]
 
 
-def test_keys_of_another_user_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    keys = RunKeys(RunDir(tmp_path).keys(3))
-    with pytest.raises(DataError, match="attempt 3 of this run has no keys"):
-        existing_keys(RunDir(tmp_path), 3)
-    assert not keys.folder.exists()
+def test_keys_that_do_not_exist_are_reported_and_not_created(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert own_server(run, "router-0") is None
+    publish_endpoint(run, "router-0", "https://127.0.0.1:1")
+    with pytest.raises(DataError, match="attempt 1 of this run has no keys"):
+        own_server(run, "router-0")
+    assert not run.keys(1).exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common import env, package
-from primerl_hpc.common.files import lock_file
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.node.filesystems import lock_file
 from primerl_hpc.run.ledger.rows import LedgerRow
 from primerl_hpc.run.ledger.store import append_rows, read_rows
 from primerl_hpc.run.rundir import RunDir
@@ -112,7 +112,7 @@ def test_requests_of_the_job_are_not_compared_with_those_of_a_step() -> None:
 # -- filesystems without locks
 
 
-@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
 def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, operation: int, *_: int) -> None:
         raise OSError(request.param, os.strerror(request.param))
@@ -139,7 +139,7 @@ def test_a_process_gets_its_temporary_folder_on_a_filesystem_without_locks(
 def test_the_ledger_is_written_on_a_filesystem_without_locks(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with path.open("a") as file:
-        assert lock_file(file.fileno(), fcntl.lockf) is False
+        assert lock_file(file.fileno(), between_nodes=True) is False
     rows = [LedgerRow(figure="time.step", measured=2.0, predicted=1.0, unit="s", gpu="H100-SXM")]
     assert append_rows(path, rows) == 1
     assert [row.measured for row in read_rows(path, warn=print)] == [2.0]
