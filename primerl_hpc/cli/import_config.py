@@ -44,10 +44,8 @@ def command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     }
     head = [f"Converted from {', '.join(path.name for path in files)} of prime-rl."]
     head += [f"{label}: {entry}" for label, entries in lists.items() for entry in entries]
-    head = [
-        one_line(line) for line in head
-    ]  # a key of the file may contain line breaks, and lines of a recipe
-    text = "".join(f"# {line}\n" for line in head) + dump_yaml(found.values)
+    # a key of the file may contain line breaks, and lines of a recipe
+    text = "".join(f"# {one_line(line)}\n" for line in head) + dump_yaml(found.values)
     problem = None
     try:
         parse_recipe(found.values)

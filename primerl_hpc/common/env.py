@@ -221,10 +221,14 @@ def leave_open_folder() -> None:
     A batch script imports the run's code through the folder that it has opened and checked. Child processes do not have
     that descriptor.
     """
-    real = lambda path: os.path.realpath(path) if path.startswith("/proc/self/fd/") else path  # noqa: E731
-    sys.path[:] = map(real, sys.path)
+    sys.path[:] = map(_without_descriptor, sys.path)
     if PYTHONPATH in os.environ:
-        os.environ[PYTHONPATH] = os.pathsep.join(map(real, os.environ[PYTHONPATH].split(os.pathsep)))
+        paths = os.environ[PYTHONPATH].split(os.pathsep)
+        os.environ[PYTHONPATH] = os.pathsep.join(map(_without_descriptor, paths))
+
+
+def _without_descriptor(path: str) -> str:
+    return os.path.realpath(path) if path.startswith("/proc/self/fd/") else path
 
 
 def interface() -> str | None:

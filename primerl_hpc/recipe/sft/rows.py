@@ -73,18 +73,18 @@ def _with_text(row: Row, column: str, number: int, message: dict[str, Any]) -> d
     content = message.get("content", "")
     if isinstance(content, str):
         return message
-    parts = content if isinstance(content, list) else [content]
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
-    ]
-    for part, text in zip(parts, texts, strict=True):
+    texts: list[str] = []
+    for part in content if isinstance(content, list) else [content]:
+        is_part = isinstance(part, dict)
+        text = part.get("text") if is_part and part.get("type") == "text" else part
         if not isinstance(text, str):
-            form = part.get("type") if isinstance(part, dict) else type(part).__name__
+            form = part.get("type") if is_part else type(part).__name__
             raise DataError(
                 f"column '{column}': message {number} has content of type {form!r:.40}, which is not trained",
                 location=row.location,
                 hint="content is text, or a list of {type: text, text: …}; reasoning is in the key reasoning_content",
             )
+        texts.append(text)
     return {**message, "content": "".join(texts)}
 
 

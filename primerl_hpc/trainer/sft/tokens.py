@@ -217,7 +217,7 @@ class Tokenizer:
             content_sft_roles=self.body_roles,
             tools=tools,
             ensure_final_stop=True,
-            message_loss_mask=turns,
+            message_loss_mask=list(turns),
         )
         return rendered.token_ids, rendered.loss_mask
 
