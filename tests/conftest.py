@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(home.cleanup)
         isolate(Path(home.name))
     # A shell starts what it puts into its background with SIGINT ignored, nohup with SIGHUP, and so would every command
-    # here. What is caught is not inherited: the tests themselves go on after a hangup.
+    # here. What is caught is not inherited: the tests themselves continue after a hangup.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)

@@ -6,7 +6,7 @@
 A test module is reached by a module that it imports, directly or through others. A file that is no module reaches
 those whose text has its name. Tests that import a changed module directly run before those that do so through others.
 End-to-end, SLURM and security tests start programs instead of importing them: `END_TO_END` names those of each folder,
-which may take five minutes more. Tests marked slow are left out. The last line says how many tests did not run because
+which may take five minutes more. Tests marked slow are left out. The last line counts tests that did not run because
 their time was over; `tools/test` runs the land gate, `tools/test --all` everything.
 
 The module is also the pytest plugin that skips tests when their time is over.

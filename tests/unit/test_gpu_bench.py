@@ -38,7 +38,7 @@ def test_every_kind_of_part_has_a_small_form_for_cpus():
         assert on_cpu is not None and command[0] == on_cpu[0]  # the same code
 
 
-def test_the_figures_of_a_run_are_beside_the_planners():
+def test_the_figures_of_a_run_are_next_to_the_planners():
     compared = {"label": "step", "unit": "s", "predicted": 2.0, "low": 1.8, "high": 2.2, "measured": 2.5}
     document = {"rows": [ROW | {"planner": [compared | {"is_inside": False}]}], "wrong": []}
     figures = gpu.run_figures(json.dumps(document))
@@ -96,7 +96,7 @@ def test_on_one_gpu_only_the_transport_with_which_engines_may_sleep_takes_turns(
     assert modes == {"filesystem": True, "delta": False}
 
 
-def test_goals_beside_published_figures_name_the_part_that_measures_them():
+def test_goals_next_to_published_figures_name_the_part_that_measures_them():
     rows = gpu.goal_rows(1)
     assert [row["part"] for row in rows][-1] == "needs 8 GPUs"
     assert {row["part"] for row in rows[:-1]} <= set(gpu.PARTS)

@@ -104,7 +104,7 @@ RENDERERS = ("chatml", "literal_renderer")
 LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe")
 LOGIN_NODE += ("runtime", "tracking")
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
-"""What these folders may import, and what takes most of their time."""
+"""Libraries that these folders may import, and that take most of their time."""
 HEAVY = {"torch", "vllm", "transformers", "verifiers", "datasets", "renderers"}
 IMPORT_FOLDERS = """
 import importlib, json, os, sys, traceback
