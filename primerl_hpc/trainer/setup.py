@@ -21,6 +21,7 @@ from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.parallel.mesh import World, make_world
 from primerl_hpc.trainer.watchdog import record_collectives
+from primerl_hpc.transport.members import require_proofs
 from primerl_hpc.transport.store import SecureStore
 
 CONTEXT_BYTES = 1 << 30
@@ -40,6 +41,7 @@ def start_world(recipe: Recipe) -> World:
         torch.cuda.set_device(device)
         limit_memory(recipe, device)
     record_collectives()
+    require_proofs()
     timeout = timedelta(seconds=recipe.timeouts.distributed_s)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     address, run_dir = env.store(), env.run_dir()
