@@ -1,4 +1,4 @@
-"""Protect vLLM's key-value stores with TLS and the API key.
+"""Protect vLLM's key-value stores with TLS and the API key, and its process groups with proofs (`transport.members`).
 
 An engine with data-parallel ranks or several nodes initializes through torch's TCPStore, and vLLM unpickles objects
 that it reads there. `secure_stores` replaces TCPStore by `transport.store` in this process and in processes that vLLM
@@ -8,6 +8,7 @@ forks. A process that vLLM spawns imports the module of our role again (as ``__m
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from datetime import timedelta
@@ -28,13 +29,17 @@ _served: dict[int, SecureStore] = {}
 
 
 def secure_stores() -> None:
-    """Replace TCPStore in the modules through which vLLM creates stores. Does nothing outside a run."""
+    """Protect the stores and process groups that vLLM creates in this process. Does nothing outside a run."""
     if env.run_dir() is None:
         return
     from torch.distributed import rendezvous
     from vllm.distributed import utils
 
+    from primerl_hpc.transport.members import require_proofs
+
     rendezvous.TCPStore = utils.TCPStore = secure_store
+    require_proofs()
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # torch forms such groups without the constructor
 
 
 def secure_store(

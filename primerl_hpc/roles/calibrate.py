@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.node.exiting import exit_process
+from primerl_hpc.transport.members import require_proofs
 
 MIB = 2**20
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -110,6 +111,7 @@ def _collective_rank(rank: int, device: str, ranks: int, folder: str, budget_s: 
         torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     backend = "nccl" if device == "cuda" else "gloo"
+    require_proofs()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     # torch 2.13 renamed the function
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

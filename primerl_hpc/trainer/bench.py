@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 
 from primerl_hpc.common.files import read_json, write_json
@@ -32,7 +31,7 @@ from primerl_hpc.trainer.control import StepFiles
 from primerl_hpc.trainer.main import main
 from primerl_hpc.trainer.model.load import has_weights
 from primerl_hpc.trainer.perf import peak_flops, peak_memory
-from primerl_hpc.trainer.setup import World
+from primerl_hpc.trainer.setup import World, gather_to_rank0
 from primerl_hpc.trainer.sft.stream import SFTStream
 from primerl_hpc.trainer.sft.tokens import SFTSample
 from primerl_hpc.trainer.train_step import StepResult, Trainer, build_trainer
@@ -68,8 +67,7 @@ def bench(phase: PhasePlan, run: RunDir, world: World, watchdog: Watchdog) -> tu
             ended = sft.train_steps(run, trainer, stream, None, sft.Outputs(saver, files, data=[]), 0)
         else:
             ended = rl.train_steps(run, make_publisher(run, trainer), saver, 0, AlwaysOnDevice(), files)
-    memories: list = [None] * world.size
-    dist.all_gather_object(memories, peak_memory(world.device))
+    memories = gather_to_rank0(peak_memory(world.device))
     if world.is_leader and ended[0] == "done":
         steps = [
             {**probe.steps[step], **{part: row[name] for part, name in PARTS.items() if name in row}}

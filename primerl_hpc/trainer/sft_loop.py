@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.plan.types import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
@@ -32,10 +30,10 @@ from primerl_hpc.trainer.control import (
 )
 from primerl_hpc.trainer.parallel.mesh import local_rank_zero_first
 from primerl_hpc.trainer.perf import StepProfiler
-from primerl_hpc.trainer.setup import World, broadcast_from_rank0
+from primerl_hpc.trainer.setup import World, all_gather_bytes, broadcast_from_rank0
 from primerl_hpc.trainer.sft.identity import check_same, describe
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows
-from primerl_hpc.trainer.sft.tokens import Peers, Tokenizer
+from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, pack_samples, unpack_samples
 from primerl_hpc.trainer.train_step import Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.filesystem import has_full_version, publish_policy
@@ -215,10 +213,8 @@ def load_tokenizer(recipe: Recipe, folder: Path):
 def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
     recipe, world = trainer.recipe, trainer.world
 
-    def gather(own: list) -> list[list]:
-        gathered: list = [None] * world.size
-        dist.all_gather_object(gathered, own)
-        return gathered
+    def gather(own: list[SFTSample]) -> list[list[SFTSample]]:
+        return [unpack_samples(data) for data in all_gather_bytes(pack_samples(own))]
 
     assert recipe.sft is not None
     return Tokenizer(

@@ -285,6 +285,8 @@ class SecureStore(Store):
     def delete_key(self, key: Any) -> bool:
         return self._request("delete", _bytes(key)) == [b"1"]
 
+    deleteKey = delete_key  # the name under which torch's C++ calls it, through a PrefixStore
+
     def num_keys(self) -> int:
         return int(self._request("count")[0])
 

@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "envs",
         "tracking",
     },
-    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan"},
+    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
     | {"tracking"},
     "tracking": {"common", "run", "recipe"},

@@ -121,6 +121,8 @@ def _run_rank(path: Path, request: dict[str, Any], rank: int) -> NoReturn:
     import torch
     import torch.distributed as dist
 
+    from primerl_hpc.transport.members import require_proofs
+
     world, local = int(os.environ["SUMS_WORLD"]), rank % request["ranks_per_node"]
     on_gpu = request["accelerator"] == "gpu"
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -128,6 +130,7 @@ def _run_rank(path: Path, request: dict[str, Any], rank: int) -> NoReturn:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=request["timeout_s"])
     store = folder_store(path.with_name(f"{path.stem}-store-{request['nonce']}"), request["timeout_s"])
+    require_proofs()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
     )

@@ -12,7 +12,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
@@ -27,7 +26,7 @@ from primerl_hpc.run.step_dirs import COMPLETE
 from primerl_hpc.trainer.optim.loss_scale import MIN_SCALE
 from primerl_hpc.trainer.optim.optimizers import make_state, num_updates, state_kinds, state_tensors
 from primerl_hpc.trainer.parallel.mesh import World
-from primerl_hpc.trainer.setup import broadcast_from_rank0
+from primerl_hpc.trainer.setup import broadcast_from_rank0, gather_to_rank0
 from primerl_hpc.trainer.train_step import Trainer
 from primerl_hpc.transport.weights.filesystem import LAG_S, files_fault, wait_while
 
@@ -163,10 +162,9 @@ def check_shards(run: RunDir, step: int, shards: list[dict[str, Any]], world: Wo
     side = run.checkpoint_side(step, SIDE)
     fault = wait_while(lambda: files_fault(side, shards, STATE), lag_s) if world.is_leader else ""
     if not (fault := broadcast_from_rank0(fault)):
-        faults: list = [""] * world.size
         # a file is read by the rank with the number of its writer: its node then has it in memory for the load
-        dist.all_gather_object(faults, _checksum_fault(side, shards[world.rank :: world.size]))
-        fault = next(filter(None, faults), "")
+        faults = gather_to_rank0(_checksum_fault(side, shards[world.rank :: world.size]))
+        fault = broadcast_from_rank0(next(filter(None, faults), ""))
     if fault:
         older = [number for number in run.complete_checkpoints() if number < step]
         hint = f"remove {run.checkpoint(step)} to continue from checkpoint {older[-1]}" if older else ""

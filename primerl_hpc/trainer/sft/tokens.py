@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,7 +49,31 @@ class Peers:
 
     rank: int = 0
     size: int = 1
-    gather: Callable[[list], list[list]] = lambda own: [own]
+    gather: Callable[[list[SFTSample]], list[list[SFTSample]]] = lambda own: [own]
+
+
+def pack_samples(samples: list[SFTSample]) -> bytes:
+    """Return samples as bytes: the length of the JSON header (unsigned 32-bit), the header, all ids, all masks."""
+    header = json.dumps(
+        [(len(sample.input_ids), sample.num_cut, sample.location) for sample in samples]
+    ).encode()
+    ids = b"".join(sample.input_ids.tobytes() for sample in samples)
+    masks = b"".join(sample.is_trained.tobytes() for sample in samples)
+    return struct.pack("!I", len(header)) + header + ids + masks
+
+
+def unpack_samples(data: bytes) -> list[SFTSample]:
+    """Return the samples of `pack_samples`."""
+    start = 4 + struct.unpack_from("!I", data)[0]
+    entries = json.loads(data[4:start])
+    total = sum(length for length, _, _ in entries)
+    ids = np.frombuffer(data, np.int32, total, start)
+    masks = np.frombuffer(data, np.bool_, total, start + ids.nbytes)
+    ends = np.cumsum([length for length, _, _ in entries], dtype=np.int64)
+    return [
+        SFTSample(ids[end - length : end].copy(), masks[end - length : end].copy(), num_cut, location)
+        for end, (length, num_cut, location) in zip(ends, entries, strict=True)
+    ]
 
 
 class Samples(Protocol):

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.trainer.setup import broadcast_from_rank0
+from primerl_hpc.trainer.setup import broadcast_from_rank0, gather_to_rank0
 from primerl_hpc.trainer.train_step import Trainer
 from primerl_hpc.trainer.weights.filesystem import (
     DTYPES,
@@ -119,8 +119,7 @@ class DeltaPublisher:
             {"name": name, "size_bytes": len(image.data), "crc32": image.crc32}
             for name, image in images.items()
         ]
-        gathered: list = [None] * world.size
-        dist.gather_object((entries, result), gathered if world.is_leader else None)
+        gathered = gather_to_rank0((entries, result))
         is_smaller = False
         if world.is_leader:
             entries, result = (list(chain(*lists)) for lists in zip(*gathered, strict=True))

@@ -32,7 +32,7 @@ from primerl_hpc.trainer.model.families import file_tensors, parameters_in_float
 from primerl_hpc.trainer.model.policy import Policy
 from primerl_hpc.trainer.parallel.expert import expert_modules
 from primerl_hpc.trainer.parallel.mesh import to_local
-from primerl_hpc.trainer.setup import World, broadcast_from_rank0
+from primerl_hpc.trainer.setup import World, broadcast_from_rank0, gather_to_rank0
 from primerl_hpc.trainer.train_step import Trainer
 from primerl_hpc.trainer.weights.peft_targets import peft_targets
 from primerl_hpc.trainer.weights.shards import Types, write_safetensors
@@ -187,8 +187,7 @@ def commit_shards(writer: WeightWriter, shards: list[Shard], trainer: Trainer) -
         [shard.entry for shard in shards],
         sum(shard.num_bytes for shard in shards),
     )
-    gathered: list = [None] * world.size
-    dist.gather_object(own, gathered if world.is_leader else None)
+    gathered = gather_to_rank0(own)
     if world.is_leader:
         file_of = {name: file for files, _, _ in gathered for name, file in files.items()}
         all_entries = [entry for _, entries, _ in gathered for entry in entries]

@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from primerl_hpc.common.env import nccl_waits_on_the_host
 from primerl_hpc.common.errors import RoleError
 from primerl_hpc.run.access.keys import RunKeys
+from primerl_hpc.transport.members import require_proofs
 from primerl_hpc.transport.store import SecureStore
 
 JOIN_S = 60.0  # time limit for all members to join
@@ -125,6 +126,7 @@ class BroadcastGroup:
         The members meet in the store first, because creating a process group with a missing member would block for the
         complete time limit of its operations.
         """
+        require_proofs()
         store = PrefixStore(name, store)
         limit = timedelta(seconds=SILENCE_S)
         try:

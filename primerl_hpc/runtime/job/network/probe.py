@@ -120,6 +120,8 @@ def _run_rank(path: Path, request: dict[str, Any], rank: int) -> NoReturn:
     import torch
     import torch.distributed as dist
 
+    from primerl_hpc.transport.members import require_proofs
+
     num_nodes, local = int(os.environ["PROBE_NODES"]), request["ranks_per_node"]
     on_gpu = request["accelerator"] == "gpu"
     device = torch.device("cuda", rank % local) if on_gpu else torch.device("cpu")
@@ -129,6 +131,7 @@ def _run_rank(path: Path, request: dict[str, Any], rank: int) -> NoReturn:
     store = folder_store(path.with_name(f"{path.stem}-store-{request['nonce']}"), request["timeout_s"])
     timeout = timedelta(seconds=request["timeout_s"])
     backend = "nccl" if on_gpu else "gloo"
+    require_proofs()
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_nodes * local, timeout=timeout)
     size = NUM_ELEMENTS[request["accelerator"]]
     pairs = measure_pairs(num_nodes=num_nodes, local=local, device=device, num_elements=size)
