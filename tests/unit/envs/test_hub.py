@@ -141,7 +141,7 @@ def test_a_wheel_whose_code_is_huge_after_decompression_is_refused() -> None:
 
 
 def test_a_package_of_another_index_is_not_taken_for_that_of_the_hub() -> None:
-    """PyPI accepts a package of the same name and version from anybody; pip records no URL for it."""
+    """PyPI accepts a package of the same name and version from any user; pip records no URL for it."""
     version = importlib.metadata.version("click")
     assert installed_package(f"owner/click@{version}")["state"] == "other"
 
