@@ -42,6 +42,8 @@ from primerl_hpc.recipe.hub import ENVIRONMENTS_INDEX, HubPackage, parse_package
 TIMEOUT_S = 30.0
 MAX_WHEEL_BYTES = 256 << 20
 MAX_PAGE_BYTES = 16 << 20
+MAX_SOURCE_BYTES = 64 << 20
+"""Limit of the Python files of a wheel after decompression."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,18 @@ def choose_wheel(package: HubPackage, links: list[tuple[str, str]], index: str) 
 
 
 def check_interface(package: str, wheel: bytes) -> None:
-    """Raise ConfigError for a wheel without ``verifiers.v1``, which no run can use; DataError if it is not a wheel."""
+    """Raise ConfigError for a wheel without ``verifiers.v1``, which no run can use; DataError if it is not a wheel, or
+    if its code is larger than `MAX_SOURCE_BYTES`."""
     try:
         with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".py")]
-            sources = [archive.read(name).decode(errors="replace") for name in names]
+            files = [file for file in archive.infolist() if file.filename.endswith(".py")]
+            if (
+                sum(file.file_size for file in files) > MAX_SOURCE_BYTES
+            ):  # zipfile reads no more than these sizes
+                raise DataError(
+                    f"the code in the wheel of {package} has more than {MAX_SOURCE_BYTES >> 20} MiB"
+                )
+            sources = [archive.read(file).decode(errors="replace") for file in files]
     except (zipfile.BadZipFile, RuntimeError) as error:
         raise DataError(f"the wheel of {package} cannot be read: {error}") from error
     if any(re.search(r"\bverifiers\.v1\b|from\s+verifiers\s+import\s+.*\bv1\b", text) for text in sources):
@@ -212,8 +221,9 @@ def installed_package(text: str) -> dict[str, Any]:
     found = {"package": text, "version": distribution.version, "url": url or None, "sha256": sha256}
     if not _is_same(distribution.version, package.version):
         return found | {"state": "other", "detail": f"{sys.executable} has version {distribution.version}"}
-    if url.startswith("http") and f"/{package.owner}/" not in url:
-        return found | {"state": "other", "detail": f"{sys.executable} has it from {url}"}
+    # pip records the URL of a wheel or folder (PEP 610), but nothing for a package of an index such as PyPI
+    if not url or (url.startswith("http") and f"/{package.owner}/" not in url):
+        return found | {"state": "other", "detail": f"{sys.executable} has it from {url or 'another index'}"}
     return found | {"state": "present", "detail": f"{sys.executable} has it"}
 
 

@@ -19,7 +19,7 @@ from primerl_hpc.launch.bundle.formats import Format
 from primerl_hpc.launch.bundle.manifest import plan_bundle
 from primerl_hpc.launch.code.keep import CodeChoice
 from primerl_hpc.launch.submit import resume_run
-from primerl_hpc.plan.types import BUNDLE_PYTHON, OnExit
+from primerl_hpc.plan.types import BUNDLE_MANIFEST, BUNDLE_PYTHON, OnExit
 from tests.support.cluster_user import ClusterUser
 from tests.support.helpers import ROOT, TOY_RECIPE, wait_for
 from tests.support.small_environment import make_environment
@@ -148,6 +148,7 @@ def test_every_node_runs_from_its_own_copy_of_the_bundle_and_deletes_it(
     left = {job: f"{prefix}{job}-0123456789abcdef" for job in (queued, cancelled, "99999999")}
     for node in ("n1", "n2", "n3", "n4"):
         toy.cluster.on(node, "mkdir", "-p", *(f"{folder}/bin" for folder in left.values()))
+        toy.cluster.on(node, "touch", *(f"{folder}/{BUNDLE_MANIFEST}" for folder in left.values()))
         toy.cluster.on(node, "chown", "-R", str(acting_user.uid), scratch)
     toy.as_user(lambda: resume_run(toy.run, code=CodeChoice.NEW))
     folder = f"{prefix}{toy.job}-"

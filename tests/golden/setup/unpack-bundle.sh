@@ -47,6 +47,8 @@ delete_left() {  # environments of jobs that were killed
         job=${old#"$parent/$prefix"}
         job=${job%%-*}
         if [ -L "$old" ] || [ ! -d "$old" ] || [ ! -O "$old" ] || [ "$job" = "${SLURM_JOB_ID:-}" ]; then continue; fi
+        # where the folder has no sticky bit, another user may have given this name to another folder of this user
+        if [ ! -f "$old/primerl-bundle.json" ] && [ ! -f "$old/.unpacking" ]; then continue; fi
         if [[ $job =~ ^[0-9]+$ ]] && is_over "$job"; then
             echo "deleting the environment that job $job left: $old" >&2
             rm -rf -- "$old"
@@ -72,6 +74,7 @@ fi
 
 command -v zstd >/dev/null || fail "zstd is not installed; write the bundle in another format (primerl-hpc bundle --format)"
 work=$(mktemp -d -- "$folder.XXXXXXXX") || fail "cannot write to $parent"
+: >"$work/.unpacking"  # by which a later job recognizes it
 trap 'rm -rf -- "$work" ${2:+"$2"}' EXIT
 extract() {  # from standard input, which is read to its end because the checksum covers all of it
     local status

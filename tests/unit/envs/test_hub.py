@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from primerl_hpc.common.errors import ConfigError, DataError, ExitCode, NotFoundError
-from primerl_hpc.envs.hub import check_interface, choose_wheel, find_pin, links_of
+from primerl_hpc.envs.hub import (
+    MAX_SOURCE_BYTES,
+    check_interface,
+    choose_wheel,
+    find_pin,
+    installed_package,
+    links_of,
+)
 from primerl_hpc.recipe.hub import HubPackage, parse_package
 from tests.support.environments_index import V0_SOURCE, V1_SOURCE, Index, make_wheel, serve_index
 from tests.support.helpers import ROOT, make_tiny_model
@@ -118,6 +128,22 @@ def test_an_environment_of_the_older_interface_is_refused_before_it_is_installed
         find_pin(HubPackage("owner", "older"), index.url)
     with pytest.raises(DataError, match="cannot be read"):
         check_interface("owner/x", b"no archive")
+
+
+def test_a_wheel_whose_code_is_huge_after_decompression_is_refused() -> None:
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.bin", b"verifiers.v1")
+        archive.writestr("x/__init__.py", bytes(MAX_SOURCE_BYTES + 1))
+    assert len(wheel.getvalue()) < 1 << 20
+    with pytest.raises(DataError, match="has more than 64 MiB"):
+        check_interface("owner/x", wheel.getvalue())
+
+
+def test_a_package_of_another_index_is_not_taken_for_that_of_the_hub() -> None:
+    """PyPI accepts a package of the same name and version from any user; pip records no URL for it."""
+    version = importlib.metadata.version("click")
+    assert installed_package(f"owner/click@{version}")["state"] == "other"
 
 
 def test_an_installed_package_is_pinned_and_other_versions_and_owners_are_recognized(

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from primerl_hpc.launch.bundle.inspect_python import inspect
 from primerl_hpc.launch.bundle.manifest import manifest_path, note_changes, plan_bundle, read_manifest
 from primerl_hpc.launch.submission import make_scripts, with_bundle
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import BUNDLE_PYTHON, BundlePlan, Plan, with_interpreter
+from primerl_hpc.plan.types import BUNDLE_MANIFEST, BUNDLE_PYTHON, BundlePlan, Plan, with_interpreter
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.bundle import render_unpack
 from tests.support.forked_commands import run_command
 from tests.support.helpers import ROOT
 from tests.support.small_environment import make_environment
+from tests.support.stranger import as_stranger
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
 GOLDEN = ROOT / "tests" / "golden" / "setup"
@@ -166,8 +168,9 @@ def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
     own, *left = (node / f"primerl-bundle-{os.getuid()}-{job}-0123456789abcdef" for job in ("18", *ANSWERS))
-    for folder in (own, *left):
+    for folder, content in zip((own, *left), cycle([BUNDLE_MANIFEST, ".unpacking"]), strict=False):
         (folder / "bin").mkdir(parents=True)
+        (folder / content).touch()
     path = f"{commands}:{os.environ['PATH']}"
     done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
     assert done.returncode == 0 and done.stdout == f"{node / 'env'}\n" and own.exists()
@@ -178,6 +181,26 @@ def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
         if job in ended
     ]
     assert done.stderr.splitlines() == expected
+
+
+def test_a_folder_that_another_user_gave_the_name_of_a_bundle_is_kept(bundle: Path, tmp_path: Path) -> None:
+    """In a scratch folder without the sticky bit, a stranger renames another folder of the user."""
+    node, commands = tmp_path / "node", tmp_path / "bin"
+    (node / "results").mkdir(parents=True)
+    (node / "results" / "paper").touch()
+    node.chmod(0o777)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o055 != 0o055:
+            folder.chmod(0o755)  # pytest's own
+    name = f"primerl-bundle-{os.getuid()}-17-0123456789abcdef"
+    as_stranger(lambda: (node / "results").rename(node / name))
+    commands.mkdir()
+    for program, script in (("squeue", "echo CANCELLED"), ("stat", "echo xfs")):
+        (commands / program).write_text(f"#!/bin/sh\n{script}\n")
+        (commands / program).chmod(0o755)
+    path = f"{commands}:{os.environ['PATH']}"
+    done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
+    assert done.returncode == 0 and done.stderr == "" and (node / name / "paper").exists()
 
 
 def test_a_folder_of_another_kind_is_not_used(bundle: Path, tmp_path: Path) -> None:

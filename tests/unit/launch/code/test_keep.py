@@ -79,7 +79,7 @@ def test_the_package_is_copied_and_the_script_runs_the_copy(run: RunDir) -> None
     assert any((copy / "primerl_hpc").rglob("known_models/*.json")), "data files of the package"
     compiled = [copy / os.path.relpath(cache_from_source(str(path)), ROOT) for path in package]
     assert all(path.is_file() for path in compiled) and not (copy / "tests").exists()
-    assert f"export PYTHONPATH={copy}${{PYTHONPATH" in job_script(run).read_text()
+    assert f'export PYTHONPATH="$run_folder"/code/{copy.name}${{PYTHONPATH' in job_script(run).read_text()
     assert str(ROOT) not in job_script(run).read_text().replace(sys.executable, "")
 
 
