@@ -5,8 +5,7 @@
 
 gloo listens on a TCP port and takes the first connection that sends a small sequence number for the expected rank.
 Any user of the node, or of the network between nodes, can send it. `require_proofs` replaces the constructor of torch's
-gloo backend in this process, so that every group is protected, whoever forms it (torch, DeviceMesh, vLLM, this
-package):
+gloo backend in this process, so that all groups are protected, including those of DeviceMesh and vLLM:
 
 1. The sequence numbers of a listener start at a random one (`listen`), which only members read in the store.
 2. After the group has connected, all ranks send each other an HMAC over each connection (`prove_peers`). Its key
@@ -128,7 +127,8 @@ def _connect(store: Store, rank: int, size: int, timeout: timedelta, devices: li
     if not devices:
         _init(group, store, rank, size, timeout)
         return group
-    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack these options
+    options = gloo._Options()
     options._devices, options._timeout = devices, timeout
     _init(group, store, rank, size, options)
     return group

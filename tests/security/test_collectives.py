@@ -21,16 +21,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import primerl_hpc  # noqa: E402
+from primerl_hpc.common.node.exiting import exit_process  # noqa: E402
 from primerl_hpc.run.access.keys import RunKeys, run_keys  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.trainer.setup import all_gather_bytes, broadcast_from_rank0, gather_to_rank0  # noqa: E402
 from primerl_hpc.transport import members  # noqa: E402
 from primerl_hpc.transport.store import SecureStore, serve_store  # noqa: E402
+from primerl_hpc.transport.weights.broadcast_group import BroadcastGroup  # noqa: E402
 from tests.support.group_starts import OWNER, GroupStart  # noqa: E402
 from tests.support.stranger import NOBODY  # noqa: E402
 
+LIMIT_S = 30.0
 PACKAGE = Path(primerl_hpc.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "allow_pickle"}
 """Modules and arguments that read objects which may contain code."""
@@ -74,9 +78,11 @@ def _is_false(value: ast.expr) -> bool:
 
 
 def exchange_values(rank: int, keys: RunKeys, address: tuple[str, int]) -> None:
-    store = SecureStore(keys, *address, timeout_s=20)
+    store = SecureStore(keys, *address, timeout_s=LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()  # torch has deleted its own keys
     is_leader, count = rank == 0, store.num_keys()
+    dist.barrier()
     for number in range(3):
         assert broadcast_from_rank0((number, {"loss": 1.5}) if is_leader else None) == [number, {"loss": 1.5}]
         assert gather_to_rank0({"rank": rank}) == ([{"rank": 0}, {"rank": 1}] if is_leader else [])
@@ -87,20 +93,25 @@ def exchange_values(rank: int, keys: RunKeys, address: tuple[str, int]) -> None:
     dist.destroy_process_group()
 
 
-def test_values_of_ranks_are_exchanged_as_json_and_leave_nothing_in_the_store(tmp_path: Path) -> None:
-    keys = run_keys(RunDir(tmp_path))
+def run_ranks(function: Callable[..., None], num_ranks: int, folder: Path) -> None:
+    """Run ``function(rank, keys, address)`` on forked ranks; ``address``: of their store."""
+    keys = run_keys(RunDir(folder))
     store = serve_store(keys, "ranks", "127.0.0.1")
     assert store.server is not None
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=exchange_values, args=(rank, keys, store.server.address)) for rank in range(2)
+        context.Process(target=function, args=(rank, keys, store.server.address)) for rank in range(num_ranks)
     ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
     store.server.close()
+    assert [process.exitcode for process in ranks] == [0] * num_ranks
+
+
+def test_values_of_ranks_are_exchanged_as_json_and_leave_nothing_in_the_store(tmp_path: Path) -> None:
+    run_ranks(exchange_values, 2, tmp_path)
 
 
 # -- who becomes a peer ----------------------------------------------------------------------------
@@ -115,7 +126,40 @@ def test_every_group_of_the_package_proves_its_members() -> None:
             assert "require_proofs()" in text, f"{path.relative_to(PACKAGE)} forms a group without proofs"
 
 
-KEY, LIMIT_S = b"key of the group", 30.0
+def form_groups(rank: int, keys: RunKeys, address: tuple[str, int]) -> None:
+    """Form a group with each function through which trainers and engines form them, and count the proofs."""
+    from vllm.distributed.utils import init_gloo_process_group
+
+    members.require_proofs()
+    prove, proven = members.prove_peers, []
+
+    def counted(group: Any, *arguments: Any) -> str:
+        proven.append(group)
+        return prove(group, *arguments)
+
+    members.prove_peers = counted
+    store, minute = SecureStore(keys, *address, timeout_s=LIMIT_S), timedelta(minutes=1)
+    forms: list[Callable[[], object]] = [
+        lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=4),
+        lambda: dist.new_group(backend="gloo"),
+        lambda: init_device_mesh("cpu", (2, 2)),
+        lambda: init_gloo_process_group(dist.PrefixStore("vllm", store), rank, 4, minute),
+        lambda: BroadcastGroup.join(store, "weights", rank=rank, size=4, device=torch.device("cpu")),
+    ]
+    for number, form in enumerate(forms, start=1):
+        form()
+        assert len(proven) >= number, f"function {number} forms a group without proofs"
+    exit_process()  # groups without a name cannot be destroyed
+
+
+def test_every_function_that_forms_gloo_groups_calls_the_protected_constructor(
+    tmp_path: Path, loopback: None
+) -> None:
+    pytest.importorskip("vllm.distributed.utils")
+    run_ranks(form_groups, 4, tmp_path)
+
+
+KEY = b"key of the group"
 
 
 def connected_pair(store: dist.Store, rank: int) -> Any:
@@ -202,7 +246,7 @@ class Command:
 @dataclass
 class Attack:
     starts: list[list[tuple[str, int]]]
-    """Of each start and rank: the outcome, and the number of tries that failed."""
+    """Outcome and number of failed tries, for each start and rank."""
     num_accepted: int
     """Connections of the thief that gloo took for a rank."""
     has_run_code: bool
@@ -213,7 +257,7 @@ class Attack:
 
     @property
     def failures(self) -> list[int]:
-        """Of each start: the number of failed tries."""
+        """Return the number of failed tries of each start."""
         return [max(failures for _, failures in start) for start in self.starts]
 
 
@@ -268,7 +312,7 @@ def test_groups_form_although_a_stranger_guesses_sequence_numbers(thief: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_no_start_of_many_runs_code_or_goes_on_with_a_stranger(
+def test_no_start_of_many_runs_code_or_continues_with_a_stranger(
     thief: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     start = GroupStart(num_ranks=num_ranks)
