@@ -7,6 +7,7 @@ of ``#SBATCH`` lines by sbatch's own rules, and the argument vectors that srun w
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -127,7 +128,12 @@ def make(
 
 
 def said_by_bash(script: str, folder: Path) -> list[list[str]]:
-    """Return the arguments of ``module`` and ``exec`` when bash runs the complete script in an empty folder."""
+    """Return the arguments of ``module`` and ``exec`` when bash runs the complete script in an empty folder.
+
+    Only the check of the run directory, which does not exist here, is left out.
+    """
+    script, num_checks = re.subn(r"^exec {run_fd}<.*?^fi$", "run_folder=$run", script, flags=re.M | re.S)
+    assert num_checks == 1
     box = folder / "box"
     shutil.rmtree(box, ignore_errors=True)
     box.mkdir()
