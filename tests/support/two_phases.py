@@ -175,8 +175,9 @@ def end_leftovers() -> None:
         psutil.wait_procs(left, timeout=GRACE_S / 2)
     while left := descendants():  # also what was started meanwhile
         for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+            # psutil takes a process for a successor with the same id, and spares it, if the clock was set meanwhile
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         psutil.wait_procs(left, timeout=1.0)
 
 
