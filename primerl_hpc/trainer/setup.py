@@ -31,6 +31,9 @@ CONTEXT_BYTES = 1 << 30
 def start_world(recipe: Recipe) -> World:
     """Join the process group: at the store of this rank's agent (`trainer.torchrun`), else by torch's own variables.
 
+    The latter is for benchmarks, whose ranks exchange values in their main thread only: torch's TCPStore serves one
+    request of a process at a time, so that a thread that waits for a value would block another that sets it.
+
     Raises ConfigError if the layout does not fit the number of ranks.
     """
     torch.set_num_threads(env.num_threads())

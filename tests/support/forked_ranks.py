@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common import env
 from primerl_hpc.plan.types import load_plan
-from primerl_hpc.run.ports import free_port
+from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.torchrun import delete_exit_reports
+from primerl_hpc.transport.store import serve_store
 from tests.support.fork_server import ForkServer
 from tests.support.helpers import PATIENCE_S, role_env
 
@@ -57,26 +63,42 @@ def run_group(group: dict[str, Any]) -> int:
     """When a rank fails, end the others and return its exit code, as torchrun does."""
     from torch.multiprocessing import ProcessExitedException, start_processes
 
-    port = free_port("127.0.0.1")
+    context = multiprocessing.get_context("fork")
+    address, writing = context.Pipe(duplex=False)
+    server = context.Process(target=serve, args=(group, writing))
+    server.start()
     try:
-        start_processes(run_rank, (group, port), nprocs=group["ranks"], start_method="fork")
+        start_processes(run_rank, (group, address.recv()), nprocs=group["ranks"], start_method="fork")
     except ProcessExitedException as error:
         return error.exit_code
+    finally:
+        server.kill()
+        server.join()
     return 0
 
 
-def run_rank(rank: int, group: dict[str, Any], port: int) -> None:
+def serve(group: dict[str, Any], address: Connection) -> None:
+    """Serve the ranks' store, as torchrun's agent does, until this process is killed."""
+    os.environ.clear()
+    os.environ.update(group["environment"])
+    run, name = RunDir(Path(group["arguments"][0])), group["arguments"][2]
+    store = serve_store(run_keys(run), name, "127.0.0.1")
+    address.send((store.host, store.port))
+    threading.Event().wait()
+
+
+def run_rank(rank: int, group: dict[str, Any], address: tuple[str, int]) -> None:
     """Run the rank. Does not return: the trainer's own ``main`` ends the process."""
     from primerl_hpc.trainer.main import main
 
     log = os.open(group["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     size, number = str(group["ranks"]), str(rank)
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.clear()
-    os.environ.update(group["environment"], **address, **place)
+    os.environ.update(group["environment"], **place)
+    env.set_store(*address)
     main(group["arguments"])
 
 
