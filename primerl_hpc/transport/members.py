@@ -147,18 +147,31 @@ def prove_peers(group: Any, key: bytes, num_connections: int, limit_s: float) ->
             continue
         own = torch.frombuffer(bytearray(proof(key, size, number, rank, peer)), dtype=torch.uint8)
         theirs = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
-        sent.append((own, group.send([own], peer, number)))
+        sent.append((peer, own, group.send([own], peer, number)))
         received.append((peer, number, theirs, group.recv([theirs], peer, number)))
-    for peer, number, theirs, work in received:
-        try:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError:
-            return f"rank {peer} sent rank {rank} no proof that it is a member of the run"
-        if not hmac.compare_digest(theirs.numpy().tobytes(), proof(key, size, number, peer, rank)):
-            return f"another process is connected to rank {rank} in the place of rank {peer}"
-    for _, work in sent:
+    faults = []
+    for (
+        peer,
+        number,
+        theirs,
+        work,
+    ) in received:  # to the end, because the peers wait for this rank's messages as well
+        if not _finish(work, deadline):
+            faults.append(f"rank {peer} sent rank {rank} no proof that it is a member of the run")
+        elif not hmac.compare_digest(theirs.numpy().tobytes(), proof(key, size, number, peer, rank)):
+            faults.append(f"another process is connected to rank {rank} in the place of rank {peer}")
+    unsent = [peer for peer, _, work in sent if not _finish(work, deadline)]
+    faults += [f"rank {peer} took no proof of rank {rank}" for peer in unsent]
+    return faults[0] if faults else ""
+
+
+def _finish(work: Any, deadline: float) -> bool:
+    """True if the message was transferred before the deadline."""
+    try:
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    return ""
+    except RuntimeError:
+        return False
+    return True
 
 
 def proof(key: bytes, size: int, connection: int, sender: int, receiver: int) -> bytes:
