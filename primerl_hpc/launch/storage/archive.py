@@ -120,7 +120,9 @@ def verify(path: Path) -> list[str]:
                 if member.name.split("/")[1:] == [CHECKSUMS]:
                     if member.size > MAX_CHECKSUM_BYTES:
                         raise ValueError(f"{CHECKSUMS} has {member.size} bytes")
-                    lines = source.read().decode().rstrip("\n").split("\n")
+                    lines = filter(
+                        None, source.read().decode().split("\n")
+                    )  # names may contain other separators
                     expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
                     continue
                 digest = hashlib.sha256()
