@@ -31,6 +31,7 @@ from primerl_hpc.trainer.control import (
 from primerl_hpc.trainer.parallel.mesh import local_rank_zero_first
 from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, all_gather_bytes, broadcast_from_rank0
+from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.identity import check_same, describe
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows
 from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, pack_samples, unpack_samples
@@ -224,8 +225,7 @@ def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
         recipe.seq_len,
         Peers(world.rank, world.size, gather),
         lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
-        vocab_size=trainer.vocab_size,
-        ignored_keys=recipe.sft.ignored_keys,
+        RowChecks(trainer.vocab_size, recipe.sft.ignored_keys),
     )
 
 

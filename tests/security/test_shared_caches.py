@@ -70,7 +70,7 @@ def test_a_cache_that_others_can_write_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for path in (tmp_path / "hub", tmp_path / "hub" / "models--org--model"):
         mode = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(0o775)
+        path.chmod(0o777)
         assert f"other users may write to {path}" in str(open_cache(tmp_path / "hub"))
         results = list(examine_machine(load_profile("local", environ={}).profile))
         assert any(f"other users may write to {path}" in result.message for result in results)

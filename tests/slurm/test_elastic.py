@@ -64,6 +64,7 @@ def test_elastic_engines_leave_rejoin_and_end_with_their_run(toy: SlurmToy) -> N
     add_roles(toy).submit()
     for engine in ("inference-0", "inference-1"):
         wait_for_life(toy, engine, 0)
+    toy.wait_until_ready("trainer-0")
     hosts = {toy.endpoint(name)["host"] for name in ("inference-0", "inference-1", "trainer-0")}
     assert len(hosts) == 3
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,16 +19,9 @@ from numpy.typing import NDArray
 
 from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError
 from primerl_hpc.recipe.schema.sft import LossMask
-from primerl_hpc.recipe.sft.rows import (
-    Row,
-    meaningful_keys,
-    not_rendered,
-    row_messages,
-    row_template_kwargs,
-    row_tools,
-    trained_turns,
-)
+from primerl_hpc.recipe.sft.rows import Row, row_messages, row_template_kwargs, row_tools, trained_turns
 from primerl_hpc.recipe.sft.tables import Rows
+from primerl_hpc.trainer.sft.checks import RowChecks, is_template
 
 KEPT_TOKENS = 64_000_000  # of cached samples: about 0.3 GB
 
@@ -106,18 +99,10 @@ class Tokenizer:
         seq_len: int,
         peers: Peers | None = None,
         make_renderer: Callable[[dict[str, Any]], Any] | None = None,
-        vocab_size: int | None = None,
-        ignored_keys: Collection[str] = (),
+        checks: RowChecks | None = None,
     ) -> None:
-        """``vocab_size``: number of the model's embeddings; None: ids are not checked.
-
-        ``ignored_keys``: keys of messages that need not have an effect on the tokens.
-        """
-        self.vocab_size, self.ignored_keys = vocab_size, ignored_keys
-        self._rendered: set[tuple[int, str, str]] = (
-            set()
-        )  # renderer, role and key with an effect on the tokens
         self.rows, self.seq_len, self.peers = rows, seq_len, peers or Peers()
+        self.checks = checks or RowChecks()
         self.trains_assistant = mask.assistant
         self.body_roles = {role for role in ("system", "user", "tool") if getattr(mask, role)}
         self._renderers = {"{}": renderer}
@@ -158,7 +143,7 @@ class Tokenizer:
         tools = row_tools(row)
         try:
             renderer = self._renderer_of(row)
-            self._check_parts(renderer, row, messages, tools)
+            self.checks.check_parts(renderer, row, messages, tools)
             if is_template(renderer):
                 ids, is_trained = self._by_template(renderer, row, messages, tools, turns)
             else:
@@ -168,12 +153,7 @@ class Tokenizer:
         except Exception as error:  # renderers and Jinja may raise anything for unexpected input
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"the row cannot be rendered ({cause:.300})", location=row.location) from error
-        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
-            raise DataError(
-                f"the row has token id {max(ids)}, but the model has {self.vocab_size} embeddings",
-                location=row.location,
-                hint="set model.tokenizer to the tokenizer of the model, or enlarge the model's embeddings",
-            )
+        self.checks.check_ids(row, ids)
         sample = SFTSample(
             np.array(ids[: self.seq_len], np.int32),
             np.array(is_trained[: self.seq_len], np.bool_),
@@ -182,38 +162,6 @@ class Tokenizer:
         )
         sample.is_trained[:1] = False  # nothing predicts the first token
         return sample
-
-    def _check_parts(
-        self, renderer: Any, row: Row, messages: list[Any], tools: list[dict[str, Any]] | None
-    ) -> None:
-        """Raise DataError if the renderer would drop the row's tools or a key of a message without an error.
-
-        A part is dropped if the tokens are the same without it. Each message is rendered as the last one, because
-        formats leave out the reasoning of earlier turns. A typed renderer renders a key of a role always or never; what
-        a template does may depend on the row.
-        """
-        name = (
-            "the tokenizer's chat template" if is_template(renderer) else f"renderer '{renderer.config.name}'"
-        )
-        if tools and self._is_new(renderer, "", "tools"):
-            rendered = _renders(renderer, messages, tools)
-            if rendered is not None and rendered == _renders(renderer, messages, None):
-                raise not_rendered(row, "tools", name)
-            self._rendered.add((id(renderer), "", "tools"))
-        for turn, message in enumerate(messages):
-            for key in meaningful_keys(message, self.ignored_keys):
-                if not self._is_new(renderer, message["role"], key):
-                    continue
-                without = {other: value for other, value in message.items() if other != key}
-                rendered = _renders(renderer, messages[: turn + 1], tools)
-                if rendered is not None and rendered == _renders(
-                    renderer, [*messages[:turn], without], tools
-                ):
-                    raise not_rendered(row, f"{key} in message {turn + 1}", name)
-                self._rendered.add((id(renderer), message["role"], key))
-
-    def _is_new(self, renderer: Any, role: str, key: str) -> bool:
-        return is_template(renderer) or (id(renderer), role, key) not in self._rendered
 
     def _renderer_of(self, row: Row) -> Any:
         kwargs = row_template_kwargs(row)
@@ -282,18 +230,3 @@ class Tokenizer:
                 end -= 1
             is_trained[len(before) : end] = [True] * (end - len(before))
         return all_ids, is_trained
-
-
-def is_template(renderer: Any) -> bool:
-    """True for a renderer that only wraps the tokenizer's chat template."""
-    return type(renderer).__name__ == "DefaultRenderer"
-
-
-def _renders(renderer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int] | None:
-    """Return the tokens; None if the template fails: then it needs what was removed."""
-    from jinja2 import TemplateError
-
-    try:
-        return renderer.render_ids(messages, tools=tools)
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return None

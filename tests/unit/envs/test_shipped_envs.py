@@ -315,9 +315,10 @@ def test_rows_may_contain_line_separators_and_files_a_byte_order_mark_and_carria
     file, text = tmp_path / "rows.jsonl", "2 + 2\u2028=\x85?"
     rows = [{**QUESTION, "question": text}, {"problem": text, "answer": 4}]
     row = json.dumps(rows[environment == "math-problems"], ensure_ascii=False)
-    file.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n\r\n{row}\r\n".encode())
+    file.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n\r\n{row.replace('2 + 2', '2 + 02')}\r\n".encode())
     tasks = load_tasks(Environment(id=environment, args={"file": str(file)}), limit=3)
-    assert len(tasks) == 2 and all(text in str(task.data["prompt"]) for task in tasks)
+    assert len(tasks) == 2
+    assert all("2\u2028=\x85?" in str(task.data["prompt"]) for task in tasks)
 
 
 def test_questions_without_a_field_or_with_an_ambiguous_answer_are_refused_with_their_row(tmp_path):

@@ -619,7 +619,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
         ),
         (
             {"messages": [CALL]},
-            "the row has tool calls in message 1, which renderer 'chatml' does not render",
+            "the row has tool_calls in message 1, which renderer 'chatml' does not render",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from primerl_hpc.recipe.sft.rows import Row, row_messages, row_tools
 from primerl_hpc.recipe.sft.tables import ConcatenatedRows, open_rows
 from primerl_hpc.trainer.sft import stream as sft_data
 from primerl_hpc.trainer.sft import tokens as sft_tokens
+from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
 from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, shares_of
@@ -114,9 +115,9 @@ def test_long_samples_are_cut_to_seq_len(renderer):
 def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_named(renderer):
     rows = rows_of({"prompt": "a", "completion": "b"})
     highest = max(Tokenizer(rows, renderer, LossMask(), 32).make(rows[0]).input_ids)
-    Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest + 1).prepare([0])
+    Tokenizer(rows, renderer, LossMask(), 32, checks=RowChecks(highest + 1)).prepare([0])
     with pytest.raises(DataError, match=rf"data\.jsonl:1: the row has token id {highest}, but the model"):
-        Tokenizer(rows, renderer, LossMask(), 32, vocab_size=highest).prepare([0])
+        Tokenizer(rows, renderer, LossMask(), 32, checks=RowChecks(highest)).prepare([0])
 
 
 def test_rows_without_a_trained_token_are_skipped_and_all_such_is_an_error(renderer):

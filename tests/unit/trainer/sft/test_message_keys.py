@@ -13,6 +13,7 @@ from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.model import Model
 from primerl_hpc.recipe.schema.sft import LossMask
 from primerl_hpc.recipe.sft.rows import TRAINED, Row, check_row
+from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.tokens import SFTSample, Tokenizer
 from tests.security.test_control_tokens import RENDERERS, tokenizer_with
 
@@ -41,7 +42,9 @@ def sample_of(
 ) -> SFTSample:
     model = Model(name="tiny", renderer={"name": name})
     row = Row("data.jsonl:3", {"messages": messages})
-    tokenizer = Tokenizer([row], make_renderer(model, text_tokenizer), LossMask(), 2048, ignored_keys=ignored)  # pyright: ignore[reportArgumentType] a list has what is read of Rows
+    rows: Any = [row]  # it has what is read of Rows
+    checks = RowChecks(ignored_keys=ignored)
+    tokenizer = Tokenizer(rows, make_renderer(model, text_tokenizer), LossMask(), 2048, checks=checks)
     tokenizer.prepare([0])
     return tokenizer[0]
 
