@@ -76,7 +76,8 @@ class RoleSoftware(Block):
     """Software of one role: an interpreter, optionally in a container."""
 
     python: Program | None = None
-    """Python interpreter; null: the one that submits the run."""
+    """Python interpreter, in the container if there is one; null: the one that submits the run. The supervisor is
+    outside of containers, so with a container in ``default`` it uses the interpreter that submits the run."""
     container: Container = Container()
     """Container of the processes; kind ``none``: no container."""
     env: Variables = Field(default_factory=dict)
@@ -135,6 +136,14 @@ class Software(Block):
     def module_names(self) -> tuple[Module, ...]:
         """``modules`` in the long form."""
         return tuple(entry if isinstance(entry, Module) else Module(name=entry) for entry in self.modules)
+
+    @property
+    def host_python(self) -> str | None:
+        """Interpreter of the supervisor and of roles outside of containers; None: the one that submits the run.
+
+        That of ``default``, unless it is in an image: the batch script runs outside. A uenv is mounted for it, too.
+        """
+        return self.default.python if self.default.container.kind in ("none", "uenv") else None
 
     @property
     def setup_lines(self) -> tuple[SetupLine, ...]:

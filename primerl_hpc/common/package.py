@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import site
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from primerl_hpc.common.files import read_json_or_none
 
 SHOWN = 8
 """Digits of a content id that are displayed."""
+PACKAGE_ZIP = "primerl_hpc.zip"
+"""This package in the copy of a run's code (`launch/code`)."""
 CODE_MANIFEST = "code.json"
-"""File next to this package in the copy of a run's code (`launch/code`): where its files came from, and which role
-uses which folder of modules."""
+"""File next to it: where the files of the copy came from, and which role uses which folder of modules."""
 MODULES = "modules"
 """Folder of a run's copy of the code with modules that are not part of this package."""
 
@@ -35,7 +39,14 @@ class SoftwareKind(StrEnum):
 
 
 def package_folder() -> Path:
+    """Return the folder of this package; it may be in a zip file."""
     return Path(__file__).resolve().parents[1]
+
+
+def _copy_folder() -> Path:
+    """Return the folder of the copy of the code that this process executes, if it executes one."""
+    root = package_folder().parent
+    return root.parent if root.name == PACKAGE_ZIP else root
 
 
 def is_in_user_site() -> bool:
@@ -50,30 +61,38 @@ def user_site_variables() -> dict[str, str]:
 
 @cache
 def _manifest() -> dict[str, Any]:
-    return read_json_or_none(package_folder().parent / CODE_MANIFEST) or {}
+    return read_json_or_none(_copy_folder() / CODE_MANIFEST) or {}
 
 
 def code_name() -> str:
     """Return the copy of the run's code that this process executes, such as ``code/1``, or ``live``."""
-    folder = package_folder().parent
+    folder = _copy_folder()
     return f"{folder.parent.name}/{folder.name}" if _manifest() else "live"
 
 
 def kept_modules(role: str) -> str | None:
     """Return the folder with the run's copy of the modules that processes of ``role`` import; None if there is none."""
     folder = _manifest().get("roles", {}).get(role)
-    return str(package_folder().parent / folder) if folder else None
+    return str(_copy_folder() / folder) if folder else None
 
 
 @cache
 def content_id() -> str:
     """Return a SHA-256 digest of the package's Python files."""
     digest = hashlib.sha256()
-    folder = package_folder()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for name, content in sorted(_python_files(resources.files("primerl_hpc"), "")):
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()
+
+
+def _python_files(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield (relative path, content)."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _python_files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            yield prefix + entry.name, entry.read_bytes()
 
 
 def expected_package(software: SoftwareKind) -> str:

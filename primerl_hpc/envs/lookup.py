@@ -16,6 +16,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ def missing(index: int, environment_id: str, tasksets: Path) -> dict[str, Any]:
 
 def known_modules(tasksets: Path) -> set[str]:
     """Return the modules of shipped environments, verifiers' own, and installed packages that require verifiers."""
-    found = {path.name for path in SHIPPED.iterdir() if (path / "__init__.py").is_file()} - _HARNESSES
+    found = {module.name for module in pkgutil.iter_modules([str(SHIPPED)])} - _HARNESSES
     found |= {path.stem for path in tasksets.iterdir() if not path.name.startswith("_")}
     for distribution in importlib.metadata.distributions():
         if any(re.match(r"verifiers\b", requirement) for requirement in distribution.requires or ()):

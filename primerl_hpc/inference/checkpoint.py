@@ -6,21 +6,13 @@ loads a damaged folder has lost its weights, so the checks run before the first 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json_or_none
-from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.common.model_files import TensorInfo, read_weights
 from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
-from primerl_hpc.transport.tensor_file import read_header
-from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault, weight_files
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    file: Path
-    shape: tuple[int, ...]
+from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -28,20 +20,14 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
     Neither the trainer nor the served model has these layers, so an update does not contain them.
 
-    Raises DataError naming the file if the folder is missing or has no weights, a file is truncated, a header
-    is damaged, a file listed in the index or manifest is missing or has another size, or a tensor is in two
-    files.
+    Raises DataError naming the file if the folder is missing, a file listed in the manifest is missing or has another
+    size, and as `read_weights`.
     """
     if not folder.is_dir():
         raise DataError("the weights folder does not exist", location=str(folder))
     if (folder / MANIFEST).is_file() and (fault := manifest_fault(folder)):
         raise DataError(fault, location=str(folder))
-    tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(folder):
-        for name, shape in _read_header(file).items():
-            if name in tensors:
-                raise DataError(f"tensor {name} is also in {tensors[name].file.name}", location=str(file))
-            tensors[name] = TensorInfo(file, shape)
+    tensors = read_weights(folder)
     config = read_json_or_none(folder / "config.json") or {}
     return {name: info for name, info in tensors.items() if not is_prediction_tensor(name, config)}
 
@@ -66,9 +52,3 @@ def check_same_model(
                 f"tensor {name} has shape {list(new[name].shape)}, but the model has {list(reference[name].shape)}",
                 location=location,
             )
-
-
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return tensor name → shape of one file."""
-    with decoding("damaged safetensors header", location=file):
-        return {name: entry.shape for name, entry in read_header(file).items()}

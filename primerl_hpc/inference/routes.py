@@ -36,8 +36,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primerl_hpc.common.errors import DataError, RoleError
+from primerl_hpc.common.model_files import TensorInfo
 from primerl_hpc.inference.chat_requests import read_body, refused_template
-from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+from primerl_hpc.inference.checkpoint import check_same_model, read_headers
 from primerl_hpc.inference.token_responses import GENERATE, rewrite_response
 from primerl_hpc.inference.token_route import TokenRoute
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir

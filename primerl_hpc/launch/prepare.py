@@ -48,14 +48,14 @@ def engines_script(run: RunDir) -> Path:
 
 
 def interpreter(profile: LoadedProfile) -> str:
-    """Return the interpreter of the supervisor and of roles without one of their own."""
+    """Return the interpreter of the supervisor, and of roles outside of containers without one of their own."""
     software = profile.profile.software
-    return BUNDLE_PYTHON if software.bundle is not None else software.default.python or sys.executable
+    return BUNDLE_PYTHON if software.bundle is not None else software.host_python or sys.executable
 
 
 def interpreter_here(profile: LoadedProfile) -> str:
     """Return the interpreter on this machine that has the packages of the run: of a bundle, the one that submits."""
-    return profile.profile.software.default.python or sys.executable
+    return profile.profile.software.host_python or sys.executable
 
 
 def package_root() -> str | None:

@@ -108,8 +108,8 @@ def compose(
 
 
 def root_of(code: RunCode | None) -> str | None:
-    """Return the folder for PYTHONPATH of the scripts."""
-    return package_root() if code is None else str(code.folder)
+    """Return what the scripts add to PYTHONPATH."""
+    return package_root() if code is None else code.root
 
 
 def compile_for(

@@ -13,6 +13,7 @@ from pathlib import Path
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.model_files import check_pointers, read_weights
 from primerl_hpc.recipe.hub import SUFFIXES, is_hub_id
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.renderer import WITHOUT_TOOLS
@@ -253,6 +254,8 @@ def _check_model_folder(path: Path, location: str) -> None:
             hint="save the model with save_pretrained, which writes safetensors",
         )
     _check_tokenizer(path, location)
+    check_pointers(path)
+    read_weights(path)
 
 
 def _check_tokenizer(path: Path, location: str) -> None:

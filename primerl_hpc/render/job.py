@@ -18,7 +18,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.software_schema import SetupLine, Software
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE
-from primerl_hpc.common.package import is_in_user_site
+from primerl_hpc.common.package import PACKAGE_ZIP, is_in_user_site
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.render.bundle import UNPACK_SCRIPT
@@ -135,10 +135,10 @@ def _in_run(path: str) -> ShellText:
 
 
 def _checked_folders(code: str | None) -> list[str]:
-    """Return the folders whose owner and mode the script checks, down to those that contain what it executes."""
+    """Return the paths whose owner and mode the script checks, down to those that contain what it executes."""
     folders = [".", "launch"]
     if code is not None:
-        parts = (*Path(code).parts, "primerl_hpc")
+        parts = Path(code).parts if code.endswith(PACKAGE_ZIP) else (*Path(code).parts, "primerl_hpc")
         folders += ["/".join(parts[:number]) for number in range(1, len(parts) + 1)]
     return [quote_word(folder) for folder in folders]
 

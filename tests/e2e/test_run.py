@@ -249,8 +249,7 @@ def test_a_run_resumes_after_a_killed_trainer_a_cancel_and_a_killed_supervisor(
     assert len(limits) == 16 and all(8 <= limit <= 1024 for limit in limits)
     assert not contradictions(run)
     wait_for(lambda: not processes_of(run.root), "every process to end")
-    compiled = [path.stat().st_mtime for path in run.code_copy(1).rglob("*.pyc")]
-    assert len(compiled) > 500 and max(compiled) <= (run.code_copy(1) / "code.json").stat().st_mtime
+    assert not list(run.code_copy(1).rglob("*.pyc")), "processes compile modules of the copy"
 
 
 def steps_of(run: RunDir, attempt: int) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.recipe.custom_code import SHIPPED_ENVIRONMENTS, VERIFIERS_PLUGINS, custom_code
 from primerl_hpc.recipe.load import parse_recipe
+from tests.support.helpers import unusable_model
 from tests.unit.cli.test_cli import primerl
 
 PLAIN: dict[str, Any] = {
@@ -70,9 +71,7 @@ CODE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     return tmp_path
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json, read_jsonl, read_last_jsonl
+from primerl_hpc.common.model_files import INDEX
 from primerl_hpc.common.names import Role
 from primerl_hpc.inference.checkpoint import read_headers
 from primerl_hpc.inference.worker.mirror import Mirror
@@ -39,7 +40,7 @@ from primerl_hpc.transport.tensor_file import write_parts
 from primerl_hpc.transport.weights import delta_codec
 from primerl_hpc.transport.weights.delta import read_link
 from primerl_hpc.transport.weights.delta_codec import apply, encode
-from primerl_hpc.transport.weights.filesystem import INDEX, MANIFEST, manifest_fault, verify_checksums
+from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault, verify_checksums
 from primerl_hpc.transport.weights.types import DeltaChain
 from tests.support.helpers import make_plan, process_plan, random_row
 from tests.unit.orchestrator.test_queue_file import Incarnation, make_recipe, make_rollout

@@ -17,7 +17,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.plan.types import load_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
-from tests.support.helpers import PATIENCE_S, make_tiny_model
+from tests.support.helpers import PATIENCE_S, make_tiny_model, safetensors_bytes
 from tests.support.virtual_slurm import Cluster, run_cli, start_cli
 from tests.unit.cli.test_cli import tree
 
@@ -112,7 +112,7 @@ def test_a_failure_of_a_benchmarked_run_has_the_exit_code_of_its_ranks(
     recipe = recipe_for(RL | wild)
     asked = [tmp_path / "model" / name for name in ("model.safetensors", "tokenizer.json")]
     for path in asked:
-        path.touch()  # a run is refused without
+        path.write_bytes(safetensors_bytes())  # a run is refused without
     done = run_cli("submit", recipe, "-p", "virtual", "--dry-run", "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     for path in asked:

@@ -13,6 +13,7 @@ import pytest
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_text
 from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.common.package import PACKAGE_ZIP
 from primerl_hpc.launch.bundle.build import build
 from primerl_hpc.launch.bundle.environment import inspect_environment
 from primerl_hpc.launch.bundle.formats import Format
@@ -93,7 +94,7 @@ def test_a_dirty_checkout_edited_between_two_attempts_does_not_change_the_run(
     def runs(attempt: int, copy: int, edition: str) -> None:
         toy.wait_until_ready("trainer-0", attempt=attempt)
         folder = toy.run.code_copy(copy)
-        toy.wait_for_words(f"package {folder} {edition}", "trainer-0", attempt)
+        toy.wait_for_words(f"package {folder / PACKAGE_ZIP} {edition}", "trainer-0", attempt)
         toy.wait_for_words(f"losses {edition} {folder}/modules/1/my_losses.py", "trainer-0", attempt)
         assert toy.events("attempt_started")[-1]["code"] == f"code/{copy}"
 

@@ -14,7 +14,7 @@ from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.plan.types import OnExit
 from primerl_hpc.run.endpoints import read_endpoint
 from primerl_hpc.slurm.commands import ask
-from tests.support.helpers import wait_for
+from tests.support.helpers import unusable_model, wait_for
 from tests.support.virtual_slurm import SERVE, TOY_RECIPE, TRAIN, Cluster, SlurmToy, run_cli
 
 
@@ -152,10 +152,7 @@ def test_a_queued_run_is_cancelled_with_its_elastic_engines(new_toy: Callable[..
 
 @pytest.mark.slow
 def test_a_run_whose_elastic_engines_are_refused_is_not_queued(toy: SlurmToy, tmp_path: Path) -> None:
-    root, model = str(toy.run.root), tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).write_text('{"model_type": "qwen3"}')
+    root, model = str(toy.run.root), unusable_model(tmp_path / "model")
     layout = "layout.inference={elastic: true, replicas: 2, partition: nowhere}"
     words = ("submit", "reverse_text/tiny", "--profile", "virtual", "--run-dir", root)
     done = run_cli(*words, "--set", layout, "--set", f"model.name={model}", "--set", "warmup=null")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import io
+import json
 import os
 import runpy
 import signal
@@ -140,11 +141,25 @@ def small_rl(model: Path, **changes: Any) -> Recipe:
     return parse_recipe(values | changes)
 
 
+def safetensors_bytes(*names: str) -> bytes:
+    """Return a file with tensors of no elements, which is complete all the same."""
+    entries = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def unusable_model(folder: Path) -> Path:
+    """Write a complete model folder without tensors, for tests of submission that start no role; return it."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text('{"model_type": "qwen3"}')
+    (folder / "model.safetensors").write_bytes(safetensors_bytes())
+    return folder
+
+
 def unusable_sft_recipe(folder: Path) -> str:
     """Write a recipe whose model cannot be loaded, for tests of submission that start no role; return its path."""
-    (folder / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(folder / "model")
     (folder / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
     model = {"name": str(folder / "model"), "renderer": {"name": "chatml"}}
     values = {"kind": "sft", "name": "small", "model": model, "max_steps": 3}

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.support.api import serve_handler
+from tests.support.helpers import safetensors_bytes
 
 COMMIT = "0" * 39 + "1"
 Repositories = Mapping[str, Mapping[str, bytes]]
@@ -152,7 +153,7 @@ def cache_model(hub: Path, name: str, files: Mapping[str, bytes] | None = None) 
     snapshot.mkdir(parents=True, exist_ok=True)
     (root / "refs").mkdir(exist_ok=True)
     (root / "refs" / "main").write_text(COMMIT)
-    files = files or {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": b"weights"}
+    files = files or {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": safetensors_bytes()}
     for path, data in files.items():
         (snapshot / path).write_bytes(data)
     return snapshot

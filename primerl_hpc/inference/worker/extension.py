@@ -9,6 +9,7 @@ not hold a full copy per rank.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError, RoleError
 from primerl_hpc.common.files import read_json_or_none
-from primerl_hpc.inference.checkpoint import TensorInfo, check_same_model, read_headers
+from primerl_hpc.common.model_files import TensorInfo
+from primerl_hpc.inference.checkpoint import check_same_model, read_headers
 from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.inference.worker.start_times import record_start_times
 from primerl_hpc.run.access.keys import RunKeys, run_keys
@@ -26,6 +28,7 @@ from primerl_hpc.transport.base_models.snapshots import local_snapshot
 from primerl_hpc.transport.weights.filesystem import MANIFEST
 from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, from_body
 
+logger = logging.getLogger(__name__)
 record_start_times()  # vLLM imports this module in every worker before it loads the model
 
 
@@ -130,7 +133,8 @@ class WeightUpdate:
             return reference
         try:
             return read_headers(folder)
-        except DataError:  # for example a base model that is not stored as safetensors
+        except DataError as error:  # for example a base model that is not stored as safetensors
+            logger.warning("updates are not compared with the tensors of the served model: %s", error)
             return None
 
 

@@ -12,6 +12,7 @@ keeps its ``pyvenv.cfg``.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -80,7 +81,7 @@ def inspect_environment(python: str) -> PythonEnvironment:
     """Return the environment of an interpreter. Raises ConfigError if it cannot be bundled."""
     try:
         done = subprocess.run(
-            [python, "-I", "-c", Path(inspect_python.__file__).read_text()],
+            [python, "-I", "-c", inspect.getsource(inspect_python)],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

@@ -2,28 +2,30 @@
 
     code = plan_code(run, plan)             # the copy that will exist: nothing is written
     keep_code(run, code)                    # writes code/<n>, and what it is into provenance.json
-    code_root(run)                          # folder for PYTHONPATH of the run's scripts
+    code_root(run)                          # for PYTHONPATH of the run's scripts
 
-A copy is never changed: ``resume --new-code`` adds another one. A copy is complete when its code.json exists.
+A copy consists of this package in one file, and a folder of the modules that the recipe names, which may read data in
+their own folder. It is never changed: ``resume --new-code`` adds another one. It is complete when its code.json exists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
+import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc import __version__
-from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import read_json_or_none, write_json
-from primerl_hpc.common.package import CODE_MANIFEST, package_folder
-from primerl_hpc.launch.code.bytecode import compile_copy
+from primerl_hpc.common.package import CODE_MANIFEST, PACKAGE_ZIP, package_folder
+from primerl_hpc.launch.code.package_zip import write_package
 from primerl_hpc.launch.code.sources import CodeSources, find_sources
 from primerl_hpc.launch.prepare import git_state, package_root
 from primerl_hpc.plan.types import Plan
@@ -32,8 +34,6 @@ from primerl_hpc.run.rundir import RunDir
 
 LIVE = "live"
 """Value of ``runs_code`` in provenance.json for a run that executes the submitter's installation or checkout."""
-_WRITERS = 8
-"""Threads that copy: on a network filesystem each new file waits for the server."""
 
 
 class CodeChoice(StrEnum):
@@ -50,6 +50,11 @@ class RunCode:
 
     folder: Path
     sources: CodeSources
+
+    @property
+    def root(self) -> str:
+        """Return what the scripts add to PYTHONPATH."""
+        return str(_import_root(self.folder))
 
 
 def plan_code(run: RunDir, plan: Plan) -> RunCode:
@@ -69,32 +74,30 @@ def keep_code(run: RunDir, code: RunCode) -> None:
     if (code.folder / CODE_MANIFEST).is_file():
         return
     make_private(run.code)
-    files = code.sources.files
-    for folder in sorted({folder for target in files for folder in Path(target).parents}):
+    make_private(code.folder)
+    for folder in sorted({folder for target in code.sources.module_files for folder in Path(target).parents}):
         make_private(code.folder / folder)
-    with warnings.catch_warnings(), ThreadPoolExecutor(_WRITERS) as writers:
-        warnings.simplefilter("ignore")  # of the compiler
-        list(writers.map(lambda item: _copy(item[1], code.folder / item[0]), files.items()))
+    with _reading():
+        write_package(code.sources.package, code.folder / PACKAGE_ZIP)
+        for target, source in code.sources.module_files.items():
+            shutil.copyfile(source, code.folder / target)
+            (code.folder / target).chmod(0o700 if os.access(source, os.X_OK) else 0o600)
     for target, destination in code.sources.links.items():
         (code.folder / target).parent.mkdir(parents=True, exist_ok=True)
         (code.folder / target).symlink_to(destination)
     write_json(code.folder / CODE_MANIFEST, _describe(code.sources))
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy the content; the copy is readable for its owner only, and executable if the source is."""
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
     try:
-        before = source.stat()
-        shutil.copyfile(source, target)
-        target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
+        yield
     except FileNotFoundError as error:
         raise ConfigError(
             "a file of the run's code disappeared while it was copied",
             location=str(error.filename),
             hint="submit again while the code is not being edited",
         ) from error
-    if target.suffix == ".py":
-        compile_copy(source, target, before)
 
 
 def _describe(sources: CodeSources) -> dict[str, Any]:
@@ -141,9 +144,14 @@ def _last_number(run: RunDir) -> int:
 
 
 def code_root(run: RunDir) -> str | None:
-    """Return the folder for PYTHONPATH of the run's scripts; None if the package is installed in their interpreter."""
+    """Return what the run's scripts add to PYTHONPATH; None if the package is installed in their interpreter."""
     runs = (read_json_or_none(run.provenance) or {}).get("runs_code", LIVE)
-    return package_root() if runs == LIVE else str(run.root / runs)
+    return package_root() if runs == LIVE else str(_import_root(run.root / runs))
+
+
+def _import_root(copy: Path) -> Path:
+    """Return where Python finds the package of a copy. Earlier versions copied it as a folder."""
+    return copy if (copy / "primerl_hpc").is_dir() else copy / PACKAGE_ZIP
 
 
 def has_copy(run: RunDir) -> bool:
@@ -173,6 +181,20 @@ def choose_code(run: RunDir, plan: Plan, choice: CodeChoice) -> bool:
 
 
 def has_module(root: Path, name: str) -> bool:
-    """True if a copy of the code has this module or package: ``primerl_hpc.runtime.supervisor``."""
-    path = root.joinpath(*name.split("."))
-    return path.with_name(f"{path.name}.py").is_file() or (path / "__init__.py").is_file()
+    """True if this module or package is at the root of a copy (`code_root`): ``primerl_hpc.runtime.supervisor``.
+
+    Raises DataError for a copy that cannot be read.
+    """
+    path = name.replace(".", "/")
+    candidates = (f"{path}.py", f"{path}/__init__.py")
+    if root.is_dir():
+        return any((root / candidate).is_file() for candidate in candidates)
+    try:
+        with zipfile.ZipFile(root) as package:
+            return not set(candidates).isdisjoint(package.namelist())
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"the copy of the run's code cannot be read: {error}",
+            location=str(root),
+            hint="use primerl-hpc resume --new-code",
+        ) from error

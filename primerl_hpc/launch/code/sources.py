@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import stat
@@ -55,6 +56,20 @@ class CodeSources:
     """Role → folder with the modules that its interpreter finds. Roles without such modules are left out."""
     digest: str = ""
     """SHA-256 of all targets and contents."""
+
+    @property
+    def package(self) -> dict[str, Path]:
+        """Files of this package."""
+        return {target: source for target, source in self.files.items() if not _is_of_module(target)}
+
+    @property
+    def module_files(self) -> dict[str, Path]:
+        """Files of the modules that the recipes name."""
+        return {target: source for target, source in self.files.items() if _is_of_module(target)}
+
+
+def _is_of_module(target: str) -> bool:
+    return target.startswith(f"{MODULES}/")
 
 
 def find_sources(plan: Plan) -> CodeSources:
@@ -121,7 +136,7 @@ def _ask(
     path = os.pathsep.join(filter(None, (own, os.environ.get(PYTHONPATH))))
     try:
         done = subprocess.run(
-            [python or sys.executable, "-c", Path(find_modules.__file__).read_text()],
+            [python or sys.executable, "-c", inspect.getsource(find_modules)],
             input=json.dumps(question),
             env={**os.environ, "PYTHONSAFEPATH": "1", **({PYTHONPATH: path} if path else {})},
             cwd="/",

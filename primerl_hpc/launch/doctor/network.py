@@ -49,7 +49,7 @@ def check_network(
     if has_bandwidth:
         command, variables = [*srun, *wants.srun_args, *wants.argv], wants.env
     else:
-        python = profile.software.default.python or sys.executable
+        python = profile.software.host_python or sys.executable
         command, variables = [*srun, python], network_variables(profile)
     done = subprocess.run(
         [*command, "-m", probe.__name__, str(request)],

@@ -81,7 +81,7 @@ def examine_nodes(profile: Profile, count: int, *, has_bandwidth: bool = False) 
 def _run_checks(profile: Profile, count: int, request: Path, has_bandwidth: bool) -> Iterator[CheckResult]:
     nonce, is_local = secrets.token_hex(4), profile.scheduler.type == "local"
     request.write_text(json.dumps(node_checks.make_request(wants_of(profile, count), nonce=nonce, head=None)))
-    command = [profile.software.default.python or sys.executable, "-m", node_checks.__name__, str(request)]
+    command = [profile.software.host_python or sys.executable, "-m", node_checks.__name__, str(request)]
     asked_at = time.time()
     done = subprocess.run(
         command if is_local else [*node_srun_command(profile, count), *command],

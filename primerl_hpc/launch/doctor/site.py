@@ -99,7 +99,7 @@ def site_facts(profile: Profile) -> Iterator[tuple[str, bool, str, str]]:
     if profile.node.arch is not None:
         here = platform.machine()
         message = f"nodes are {profile.node.arch}, this machine is {here}"
-        is_fine = here == profile.node.arch or profile.software.default.python is not None
+        is_fine = here == profile.node.arch or profile.software.host_python is not None
         yield "architecture", is_fine, message, "set software.default.python to an environment of the nodes"
     for name, folder in profile.storage.items():
         yield f"storage {name}", *describe_storage(folder), f"correct storage.{name} of the profile"

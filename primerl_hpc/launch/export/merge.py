@@ -13,6 +13,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.model_files import weight_files
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.recipe.schema.training import adapter_scale
 from primerl_hpc.transport.base_models.snapshots import download_snapshot
@@ -24,7 +25,6 @@ from primerl_hpc.transport.weights.filesystem import (
     MANIFEST,
     MANIFEST_VERSION,
     WeightWriter,
-    weight_files,
 )
 
 

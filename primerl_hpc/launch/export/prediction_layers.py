@@ -12,22 +12,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from primerl_hpc.common.files import crc32_of_file, listed_file, read_json, write_json
-from primerl_hpc.common.safety.decoding import decoding
+from primerl_hpc.common.files import crc32_of_file, read_json, write_json
+from primerl_hpc.common.model_files import INDEX, TensorEntry, file_header, tensor_files
 from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
 from primerl_hpc.transport.base_models.quantized import quantization_of
-from primerl_hpc.transport.weights.filesystem import (
-    INDEX,
-    MANIFEST,
-    WeightWriter,
-    manifest_files,
-    shards_of_index,
-)
-
-if TYPE_CHECKING:
-    from primerl_hpc.transport.tensor_file import TensorEntry
+from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter, manifest_files
 
 FILE = "model-mtp.safetensors"
 CHUNK_BYTES = 1 << 22
@@ -41,7 +32,7 @@ def prediction_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
     config = read_json(base / "config.json")
     if quantization_of(config) is not None:
         return {}
-    stored, known = stored_tensors(base), set(trained)
+    stored, known = tensor_files(base), set(trained)
     return {
         name: path
         for name, path in stored.items()
@@ -49,23 +40,9 @@ def prediction_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
     }
 
 
-def stored_tensors(folder: Path) -> dict[str, Path]:
-    """Map the names of a model folder's tensors to their files. Raises DataError for a damaged file."""
-    if (folder / INDEX).is_file():
-        return {name: listed_file(folder, file) for name, file in shards_of_index(folder).items()}
-    return {name: path for path in sorted(folder.glob("*.safetensors")) for name in _entries(path)}
-
-
-def _entries(path: Path) -> dict[str, TensorEntry]:
-    from primerl_hpc.transport.tensor_file import read_header
-
-    with decoding("not a complete safetensors file", location=path, more=(OSError,)):
-        return read_header(path)
-
-
 def add_tensors(names: dict[str, Path], folder: Path) -> list[dict[str, Any]]:
     """Copy the tensors ``names`` into a file of the exported ``folder``. Returns its manifest's new entries."""
-    headers = {path: _entries(path) for path in set(names.values())}
+    headers = {path: file_header(path) for path in set(names.values())}
     entries = {name: (path, headers[path][name]) for name, path in names.items()}
     num_bytes = _write(folder / FILE, entries)
     index = read_json(folder / INDEX)

@@ -16,18 +16,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import listed_file, read_json_or_none
+from primerl_hpc.common.model_files import INDEX, check_pointers, read_weights
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.launch.hub_cache import cache_folder, datasets_folder
 from primerl_hpc.launch.prefetch.needs import Need, NeedKind
 from primerl_hpc.recipe.hub import is_hub_id
 
-INDEX = "model.safetensors.index.json"
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "*.tiktoken")
 
 
@@ -92,9 +93,11 @@ def look_for_model(need: Need) -> Found:
         marker = read_json_or_none(marker_path(need)) or {}
         if marker.get("commit") == commit:
             return _compare(snapshot, marker["files"])
-    lacks = lacking_files(snapshot, is_tokenizer=need.kind == NeedKind.TOKENIZER)
-    if lacks:
-        return Found(Presence.PARTIAL, f"{snapshot} has no {lacks[0]}")
+    try:
+        if missing := lacking_file(snapshot, is_tokenizer=need.kind == NeedKind.TOKENIZER):
+            return Found(Presence.PARTIAL, f"{snapshot} has no {missing}")
+    except DataError as error:
+        return Found(Presence.PARTIAL, f"{error.location}: {error.cause}")
     return Found(Presence.COMPLETE, str(snapshot), _size(snapshot))
 
 
@@ -112,18 +115,18 @@ def _compare(snapshot: Path, files: Mapping[str, Any]) -> Found:
     return Found(Presence.COMPLETE, str(snapshot), total)
 
 
-def lacking_files(folder: Path, *, is_tokenizer: bool) -> list[str]:
-    """Return what a model folder lacks, by its own index of weights; empty if it is complete."""
+def lacking_file(folder: Path, *, is_tokenizer: bool) -> str:
+    """Return what a model folder lacks; empty if it is complete. Raises DataError for a file that is incomplete."""
     if is_tokenizer:
-        return [] if any(any(folder.glob(name)) for name in TOKENIZERS) else ["tokenizer"]
+        return "" if any(any(folder.glob(name)) for name in TOKENIZERS) else "tokenizer"
     if not (folder / "config.json").is_file():
-        return ["config.json"]
-    index = read_json_or_none(folder / INDEX)
-    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-        names = sorted({str(name) for name in index["weight_map"].values()})
-        return [name for name in names if not listed_file(folder, name).is_file()]
+        return "config.json"
+    if (folder / INDEX).is_file() or any(folder.glob("*.safetensors")):
+        check_pointers(folder)
+        read_weights(folder)
+        return ""
     has_weights = any(path.is_file() for pattern in WEIGHTS for path in folder.glob(pattern))
-    return [] if has_weights else ["weights"]
+    return "" if has_weights else "weights"
 
 
 def _size(folder: Path) -> int:
@@ -172,5 +175,4 @@ def look_for_tasks(need: Need) -> Found:
 def is_shipped(environment_id: str) -> bool:
     """True for an environment of this package, by verifiers' rule for the module of an id."""
     module = environment_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    shipped = Path(__file__).resolve().parents[2] / "envs" / "shipped"
-    return (shipped / module / "__init__.py").is_file()
+    return resources.files("primerl_hpc.envs").joinpath("shipped", module, "__init__.py").is_file()

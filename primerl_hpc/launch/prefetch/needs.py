@@ -99,7 +99,7 @@ def _need(kind: NeedKind, name: str, role: Role, recipe: Recipe, profile: Profil
 
 
 def _default_python(profile: Profile) -> str:
-    return profile.software.default.python or sys.executable
+    return profile.software.host_python or sys.executable
 
 
 def _models(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator[Need]:

@@ -212,7 +212,7 @@ def replan(plan: Plan, profile: Profile, split: UnitSplit) -> Plan:
         }
     )
     recipe = phase.recipe.model_copy(update={"layout": changed})
-    python = BUNDLE_PYTHON if plan.bundle is not None else profile.software.default.python or sys.executable
+    python = BUNDLE_PYTHON if plan.bundle is not None else profile.software.host_python or sys.executable
     found = compile_plan(recipe, profile, run_dir=plan.run_dir, python=python)
     here, needed = ([len(part.nodes) for part in of.all_components] for of in (plan, found))
     if here != needed:

@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.files import listed_file, read_json
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.model_files import INDEX, tensor_files
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.trainer.model.families import convert, group_sources
 from primerl_hpc.trainer.parallel.mesh import local_slice, to_local
 from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
 from primerl_hpc.transport.base_models.quantized import StoredTensors, check_readable, quantization_of
-from primerl_hpc.transport.weights.filesystem import INDEX, shards_of_index
 
 RANDOM_STD = 0.02
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no separate scales
@@ -47,7 +47,7 @@ def load_weights(hf: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], fol
     quantization = stored_quantization(folder)
     config = hf.config.to_dict()
     targets = dict(tensors)
-    files = weight_files(folder)
+    files = tensor_files(folder)
     missing = set(targets)
     with ExitStack() as stack:
         handles = {path: stack.enter_context(_opened(path)) for path in sorted(set(files.values()))}
@@ -130,25 +130,6 @@ def init_random_weights(tensors: Iterable[tuple[str, Tensor]]) -> None:
             part.normal_(std=RANDOM_STD)
         else:
             part.fill_(0.0 if name.endswith("bias") else 1.0)
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Map tensor names to files, by the index or by reading the header of every safetensors file.
-
-    Raises DataError when the folder has no safetensors weights, or a file cannot be read.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        return {key: listed_file(folder, name) for key, name in shards_of_index(folder).items()}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _opened(path) as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise DataError(
-            "no safetensors weights here", location=str(folder), hint="convert them to safetensors"
-        )
-    return found
 
 
 def _opened(path: Path) -> Any:

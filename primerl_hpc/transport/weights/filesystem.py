@@ -35,6 +35,7 @@ from primerl_hpc.common.files import (
     write_json,
     write_text,
 )
+from primerl_hpc.common.model_files import INDEX
 from primerl_hpc.common.safety.decoding import decoding, file_entries
 from primerl_hpc.run.leases import lease_path, renew_lease
 from primerl_hpc.run.rundir import RunDir
@@ -44,7 +45,6 @@ from primerl_hpc.transport.weights.types import Source
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
-INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."  # PEFT's prefix of the base model's tensor names
 LAG_S = 30.0  # time limit for a network filesystem to show a file and its size once its marker is visible
@@ -283,34 +283,6 @@ def manifest_files(folder: Path) -> list[dict[str, Any]]:
     manifest = read_json(folder / MANIFEST)
     with decoding("malformed manifest", location=folder / MANIFEST):
         return file_entries(manifest["files"])
-
-
-def shards_of_index(folder: Path) -> dict[str, str]:
-    """Return tensor name → file name from a model's index. Raises DataError if the index is malformed."""
-    index = read_json(folder / INDEX)
-    with decoding("malformed index of the weights", location=folder / INDEX):
-        for name in index["weight_map"].values():
-            if not isinstance(name, str):
-                raise ValueError(f"{name!r:.80} is not a file name")
-        return index["weight_map"]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model: those of its index alone, without one all of the folder.
-
-    Other files may be copies in the format of another program (``consolidated.safetensors``). Raises DataError if there
-    is none, a listed shard is missing, or its name is not a file in the folder.
-    """
-    if not (folder / INDEX).is_file():
-        if not (files := sorted(folder.glob("*.safetensors"))):
-            raise DataError("the weights folder contains no *.safetensors", location=str(folder))
-        return files
-    names = sorted(set(shards_of_index(folder).values()))
-    files = [listed_file(folder, name) for name in names]
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"shard {file.name}, which the index lists, is missing", location=str(folder))
-    return files
 
 
 def manifest_fault(folder: Path) -> str:

@@ -19,7 +19,7 @@ from primerl_hpc.cli.main import COMMANDS, cli
 from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
 from tests.support.forked_commands import run_command
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, unusable_model
 from tests.support.hub import cache_model
 
 RECIPE = """\
@@ -35,9 +35,7 @@ sft: {data: {path: rows.jsonl}}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A user's folder with a recipe and all its files (the weights are never loaded here)."""
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path

@@ -11,10 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from primerl_hpc.common.errors import DataError, RoleError
+from primerl_hpc.common.model_files import INDEX
 from primerl_hpc.inference.checkpoint import check_same_model, read_headers
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from primerl_hpc.transport.weights.filesystem import INDEX, WeightWriter
+from primerl_hpc.transport.weights.filesystem import WeightWriter
 
 SHAPES = {"model.embed.weight": (8, 4), "model.layer.weight": (4, 4), "lm_head.weight": (8, 4)}
 

@@ -25,7 +25,7 @@ from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
 from primerl_hpc.plan.container import with_cache
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.run.lock import SupervisorLock
-from tests.support.helpers import PATIENCE_S, ROOT, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, safetensors_bytes, wait_for
 from tests.support.hub import cache_dataset, cache_model, serve_hub
 
 RECIPE = """\
@@ -37,8 +37,8 @@ sft: {data: {path: org/rows}}
 """
 MODEL = {
     "config.json": b'{"model_type": "qwen3"}',
-    "model-00001-of-00002.safetensors": b"first" * 1000,
-    "model-00002-of-00002.safetensors": b"second" * 1000,
+    "model-00001-of-00002.safetensors": safetensors_bytes("layer1"),
+    "model-00002-of-00002.safetensors": safetensors_bytes("layer2"),
     "model.safetensors.index.json": json.dumps(
         {"weight_map": {f"layer{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
     ).encode(),
@@ -250,11 +250,15 @@ def test_the_cache_shows_what_is_complete(here: Path) -> None:
     snapshot = cache_model(here / "cache" / "hub", "org/model", FLAT)
     (cache_dataset(here / "cache" / "datasets", "org/a").parent / "easy").mkdir()
     assert states()[:2] == [Presence.COMPLETE, Presence.COMPLETE]
+    (snapshot / "model-00002-of-00002.safetensors").write_bytes(b"\2")
+    found = look(needs["org/model"])
+    assert (
+        found.state == Presence.PARTIAL
+        and "00002.safetensors: not a complete safetensors file" in found.detail
+    )
     (snapshot / "model-00002-of-00002.safetensors").unlink()
     found = look(needs["org/model"])
-    assert found.state == Presence.PARTIAL and found.detail.endswith(
-        "has no model-00002-of-00002.safetensors"
-    )
+    assert found.state == Presence.PARTIAL and "shard model-00002-of-00002.safetensors" in found.detail
 
 
 def test_a_cache_with_an_unset_variable_or_a_relative_path_is_refused(

@@ -22,7 +22,7 @@ from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.training import LoRA
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, safetensors_bytes, unusable_model
 from tools.recipe_table import home_profile
 
 
@@ -571,7 +571,7 @@ def test_a_relative_model_folder_becomes_absolute_and_is_checked(tmp_path: Path)
     ):
         with pytest.raises(DataError, match=says):
             resolve(loaded, folder=tmp_path)
-        (tmp_path / "model" / name).write_text("{}")
+        (tmp_path / "model" / name).write_bytes(b"{}" if name.endswith("json") else safetensors_bytes())
     assert resolve(loaded, folder=tmp_path).model.name == str(tmp_path / "model")
 
 
@@ -800,3 +800,21 @@ def test_every_process_with_gpus_counts_them_in_the_same_order() -> None:
     for role in (Role.TRAINER, Role.SFT, Role.INFERENCE, Role.PREFILL, Role.TEACHER, Role.JUDGE):
         assert process_env(role, recipe, profile)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in process_env(Role.ROUTER, recipe, profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("model.safetensors", safetensors_bytes("a")[:-1], "not a complete safetensors file"),
+    ],
+)
+def test_half_a_model_is_refused_before_the_queue(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    file = unusable_model(tmp_path / "model") / name
+    file.write_bytes(content)
+    loaded = load_recipe("reverse_text/tiny", overrides=["model.name=./model", "warmup=null"])
+    with pytest.raises(DataError, match=f"{name}: {says}"):
+        resolve(loaded, folder=tmp_path)

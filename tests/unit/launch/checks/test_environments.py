@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.errors import ExitCode
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, unusable_model
 from tests.unit.cli.test_cli import primerl
 
 RECIPE = """\
@@ -32,9 +32,7 @@ environments:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 

@@ -6,8 +6,7 @@ import os
 import stat
 import subprocess
 import sys
-import warnings
-from importlib.util import cache_from_source
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.package import PACKAGE_ZIP
 from primerl_hpc.launch.code import sources
 from primerl_hpc.launch.code.keep import (
     LIVE,
@@ -26,12 +26,13 @@ from primerl_hpc.launch.code.keep import (
     complete_copies,
     has_copy,
 )
+from primerl_hpc.launch.code.package_zip import write_package
 from primerl_hpc.launch.prepare import job_script
 from primerl_hpc.launch.submit import change_job, renew_scripts
 from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.run.access.ownership import executed_paths
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, unusable_model
 
 RECIPE = """\
 kind: rl
@@ -55,9 +56,7 @@ def submit(*more: str, name: str = "run") -> RunDir:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "my_losses.py").write_text("import my_helper\nVERSION = 1\n")
@@ -72,23 +71,21 @@ def run(here: Path) -> RunDir:
 
 
 def test_the_package_is_copied_and_the_script_runs_the_copy(run: RunDir) -> None:
-    copy = run.code_copy(1)
     package = [path for path in (ROOT / "primerl_hpc").rglob("*.py")]
     assert len(package) > 300
-    assert all((copy / path.relative_to(ROOT)).read_bytes() == path.read_bytes() for path in package)
-    assert any((copy / "primerl_hpc").rglob("known_models/*.json")), "data files of the package"
-    compiled = [copy / os.path.relpath(cache_from_source(str(path)), ROOT) for path in package]
-    assert all(path.is_file() for path in compiled) and not (copy / "tests").exists()
-    assert f'export PYTHONPATH="$run_folder"/code/{copy.name}${{PYTHONPATH' in job_script(run).read_text()
+    with zipfile.ZipFile(run.code_copy(1) / PACKAGE_ZIP) as copy:
+        names = set(copy.namelist())
+        assert all(copy.read(str(path.relative_to(ROOT))) == path.read_bytes() for path in package)
+    assert {f"{path.relative_to(ROOT)}c" for path in package} <= names, "compiled"
+    assert any("/known_models/" in name for name in names), "data files of the package"
+    assert f'export PYTHONPATH="$run_folder"/code/1/{PACKAGE_ZIP}${{PYTHONPATH' in job_script(run).read_text()
     assert str(ROOT) not in job_script(run).read_text().replace(sys.executable, "")
 
 
-def test_warnings_of_the_compiler_about_copied_modules_are_not_printed(here: Path) -> None:
-    (here / "lib" / "my_helper.py").write_text('PATTERN = "\\d"\n')
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        submit(*OWN_LOSS, "--set", f"env_by_role.trainer={{PYTHONPATH: {here / 'lib'}}}")
-    assert not [each for each in seen if "invalid escape" in str(each.message)]
+def test_a_run_has_few_files(run: RunDir) -> None:
+    """Quotas count them."""
+    files = [str(path.relative_to(run.root)) for path in run.root.rglob("*") if path.is_file()]
+    assert len(files) < 30, files
 
 
 def test_the_copy_is_private_and_checked_before_it_is_executed(run: RunDir) -> None:
@@ -121,7 +118,7 @@ def test_each_role_gets_the_modules_that_its_interpreter_finds(run: RunDir) -> N
         check=False,
     )
     trainer, orchestrator = done.stdout.splitlines() or [done.stderr, ""]
-    assert trainer.split(":")[:2] == [root, f"{root}/modules/1"], done.stderr
+    assert trainer.split(":")[:2] == [root, str(run.code_copy(1) / "modules/1")], done.stderr
     assert orchestrator == "inherited"
 
 
@@ -165,8 +162,10 @@ def test_an_edit_reaches_the_run_only_as_a_further_copy(run: RunDir, here: Path)
     before = (run.code_copy(1) / "modules/1/my_losses.py").read_text()
     assert not choose_code(run, load_plan(run), CodeChoice.NEW), "equal code is not copied again"
     plan = edit(run, here)
-    assert not choose_code(run, plan, CodeChoice.KEPT) and code_root(run) == str(run.code_copy(1))
-    assert choose_code(run, plan, CodeChoice.NEW) and code_root(run) == str(run.code_copy(2))
+    assert not choose_code(run, plan, CodeChoice.KEPT) and code_root(run) == str(
+        run.code_copy(1) / PACKAGE_ZIP
+    )
+    assert choose_code(run, plan, CodeChoice.NEW) and code_root(run) == str(run.code_copy(2) / PACKAGE_ZIP)
     assert (run.code_copy(1) / "modules/1/my_losses.py").read_text() == before
     assert (run.code_copy(2) / "modules/1/my_losses.py").read_text() == "VERSION = 2\n"
     found = read_json(run.provenance)
@@ -177,13 +176,30 @@ def test_an_edit_reaches_the_run_only_as_a_further_copy(run: RunDir, here: Path)
 def test_live_code_of_one_attempt_does_not_change_the_next_one(run: RunDir) -> None:
     plan = load_plan(run)
     assert choose_code(run, plan, CodeChoice.LIVE) and code_root(run) == str(ROOT)
-    assert choose_code(run, plan, CodeChoice.KEPT) and code_root(run) == str(run.code_copy(1))
+    assert choose_code(run, plan, CodeChoice.KEPT)
+    assert code_root(run) == str(run.code_copy(1) / PACKAGE_ZIP)
 
 
 def test_an_incomplete_copy_is_never_executed_or_completed(run: RunDir, here: Path) -> None:
     run.code_copy(2).mkdir()
     assert complete_copies(run) == [run.code_copy(1)]
-    assert choose_code(run, edit(run, here), CodeChoice.NEW) and code_root(run) == str(run.code_copy(3))
+    assert choose_code(run, edit(run, here), CodeChoice.NEW)
+    assert code_root(run) == str(run.code_copy(3) / PACKAGE_ZIP)
+
+
+def test_the_copy_of_a_run_of_an_earlier_version_is_a_folder(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primerl_hpc.launch.submit.check_not_running", lambda _: None)
+    copy = run.code_copy(1)
+    with zipfile.ZipFile(copy / PACKAGE_ZIP) as package:
+        package.extractall(copy)
+    (copy / PACKAGE_ZIP).unlink()
+    assert code_root(run) == str(copy)
+    change_job(run, ["scheduler.time=60"])
+    script = job_script(run).read_text()
+    assert 'export PYTHONPATH="$run_folder"/code/1${PYTHONPATH' in script
+    assert '"$run_folder"/code/1/primerl_hpc ' in script, "checked before it is executed"
 
 
 def test_a_run_without_a_copy_stays_live(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +219,9 @@ def test_a_copy_without_a_module_that_this_version_starts_is_refused(
 ) -> None:
     monkeypatch.setattr("primerl_hpc.launch.submit.check_not_running", lambda _: None)
     change_job(run, ["scheduler.time=60"])
-    (run.code_copy(1) / "primerl_hpc/runtime/supervisor.py").unlink()
+    write_package(
+        {"primerl_hpc/__init__.py": ROOT / "primerl_hpc/__init__.py"}, run.code_copy(1) / PACKAGE_ZIP
+    )
     with pytest.raises(ConfigError, match=r"no module primerl_hpc\.runtime\.supervisor.*--new-code"):
         change_job(run, ["scheduler.time=60"])
 
