@@ -63,8 +63,8 @@ class StepsType(click.ParamType):
     "--env",
     "environments",
     multiple=True,
-    metavar="NAME",
-    help="Evaluate on this environment of the recipe, or one by id; repeatable.",
+    metavar="NAME[,NAME]",
+    help="Evaluate on these environments of the recipe, or by id; repeatable.",
 )
 @click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Generate K rollouts per task.")
 @click.option(
@@ -139,7 +139,7 @@ def command(
 
     source = find_source(target)
     request = EvalRequest(
-        environments=environments,
+        environments=tuple(name for names in environments for name in names.split(",") if name),
         samples=samples,
         num_tasks=num_tasks,
         model=model,

@@ -381,6 +381,10 @@ def _used(found: Conversion, value: Any, leaves: dict[str, Any]) -> None:
     """A setting of all evaluations, which `_split_keys` has read."""
 
 
+def _fp8(found: Conversion, value: Any, _: dict[str, Any]) -> None:
+    found.put("trainer.fp8", {"fp8": "blockwise"}.get(value, value), "trainer.model.quantization.type")
+
+
 SPECIAL: dict[str, Callable[[Conversion, Any, dict[str, Any]], None]] = {
     "trainer.loss.type": _loss,
     "trainer.optim.betas1": _betas,
@@ -389,6 +393,7 @@ SPECIAL: dict[str, Callable[[Conversion, Any, dict[str, Any]], None]] = {
     "orchestrator.train.filter_zero_advantages": _zero_advantages,
     "deployment.num_infer_gpus": _engines,
     "trainer.model.ac.mode": _checkpointing,
+    "trainer.model.quantization.type": _fp8,
     **{
         f"{place}.{key}": _used
         for place in ("orchestrator.eval", "eval")

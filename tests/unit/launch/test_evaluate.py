@@ -122,9 +122,7 @@ def test_a_dry_run_shows_the_folder_of_the_results_and_writes_nothing(trained: R
 
 
 def test_a_runs_model_weights_and_environments_are_taken_from_its_plan(trained: RunDir) -> None:
-    plan = prepare(
-        "--steps", "20", "--env", "held-out", "--env", "alphabet-sort", "--samples", "4", "--replicas", "2"
-    )
+    plan = prepare("--steps", "20", "--env", "held-out,alphabet-sort", "--samples", "4", "--replicas", "2")
     (phase,) = plan.phases
     assert phase.model_path == str(trained.root.parent / "model")
     settings = phase.recipe.evaluation

@@ -189,3 +189,10 @@ def test_every_key_of_the_tables_exists_in_recipes() -> None:
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
     named = [key for row in rows for key in re.findall(r"`([a-z_]+(?:\.[a-z0-9_]+)+)", row)]
     assert len(named) > 40 and not [key for key in named if key not in known]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("fp8", "blockwise"), ("mxfp8", "mxfp8")])
+def test_the_trainers_quantization_is_converted(theirs: str, ours: str) -> None:
+    tables = {"orchestrator": {}, "trainer": {"model": {"quantization": {"type": theirs}}}}
+    found = convert(tables, name="r")
+    assert found.values["trainer"]["fp8"] == ours and not found.unknown
