@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from primerl_hpc.cli.plan import preview_with_warnings
 from primerl_hpc.common.errors import ExitCode
 
 EPILOG = make_epilog(
-    "render my.yaml -p h100x64 --out scripts/",
+    "render my.yaml -p h100x64 --steps",
     codes=(ExitCode.NOT_FOUND, ExitCode.OCCUPIED, ExitCode.CONFIG),
 )
 
@@ -23,14 +24,26 @@ EPILOG = make_epilog(
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the scripts to this folder. [default: print them]",
 )
+@click.option(
+    "--steps", "with_steps", is_flag=True, help="Also show the srun command and variables of each role."
+)
 @json_option
 def command(
-    recipe: str, profile_name: str | None, overrides: tuple[str, ...], out: Path | None, as_json: bool
+    recipe: str,
+    profile_name: str | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    with_steps: bool,
+    as_json: bool,
 ) -> None:
-    """Write only the batch scripts of RECIPE: those of the run, its elastic engines and its export."""
+    """Write the batch scripts of RECIPE: those of the run, its elastic engines and its export.
+
+    With --steps, also print how the supervisor will start each role: the srun command and its variables.
+    """
     from primerl_hpc.common.errors import OccupiedError
     from primerl_hpc.common.files import write_text
-    from primerl_hpc.launch.prepare import package_root
+    from primerl_hpc.launch.planned_steps import planned_steps
+    from primerl_hpc.launch.prepare import interpreter, package_root
     from primerl_hpc.launch.submission import make_scripts
 
     loaded, profile = load_both(recipe, profile_name, overrides)
@@ -44,12 +57,17 @@ def command(
             )
     for name, path in paths.items():
         write_text(path, scripts[name], mode=0o755)
+    steps = planned_steps(plan, profile.profile, interpreter(profile)) if with_steps else []
     if as_json:
         path = paths.get("job.sbatch")
-        print_json({"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts})
-    elif paths:
+        found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        print_json(found | ({"steps": [asdict(step) for step in steps]} if with_steps else {}))
+        return
+    if paths:
         click.echo("\n".join(map(str, paths.values())))
     elif len(scripts) == 1:
         click.echo(scripts["job.sbatch"], nl=False)
     else:
         click.echo("\n".join(f"==> {name} <==\n{script}" for name, script in scripts.items()), nl=False)
+    for step in steps:
+        click.echo(f"\n==> {step.title} <==\n{step.text}")

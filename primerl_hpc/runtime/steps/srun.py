@@ -58,8 +58,8 @@ _UNREACHABLE = re.compile(
 _FIRST_END = re.compile(r"^srun: error: (?P<host>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.M)
 
 
-def srun_command(launch: Launch, allocation: Allocation) -> list[str]:
-    """Return the srun command that starts a process of the plan."""
+def srun_command(launch: Launch, allocation: Allocation, python: str = sys.executable) -> list[str]:
+    """Return the srun command that starts a process of the plan. ``python``: the supervisor's interpreter."""
     process = launch.process
     uses_gpus = allocation.has_gpus and bool(process.accelerators)
     hosts = allocation.hosts_of(process.nodes)
@@ -73,7 +73,7 @@ def srun_command(launch: Launch, allocation: Allocation) -> list[str]:
         f"--output={_output_pattern(launch)}",
         *process.srun_args,
         # inside the container of a step only the container's interpreter exists
-        process.argv[0] if process.container == "step" else sys.executable,
+        process.argv[0] if process.container == "step" else python,
         *("-m", "primerl_hpc.runtime.steps.guard"),
         *("--notice", str(launch.run_dir.stop_request)),
         *("--tell", str(exit_file(launch))),
