@@ -53,11 +53,6 @@ class Node(Block):
     the topology that the node reports; ``none``: leave the processes on all CPUs of the job."""
 
     @property
-    def usable_host_memory_gib(self) -> float | None:
-        """Return the host memory in GiB, without that of GPUs."""
-        return self.host_memory_gib or self.memory_gib
-
-    @property
     def is_grace_hopper(self) -> bool:
         """True for nodes of GH200, Grace CPUs with Hopper GPUs."""
         return re.search(r"\bGH\d{3}", self.gpu or "") is not None

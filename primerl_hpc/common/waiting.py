@@ -2,7 +2,6 @@
 
     await asyncio.sleep(paced(waited_s, 0.2, 2.0))              # between reads of shared files
     endpoint = wait_until(read, what="the router's endpoint", timeout_s=60)     # raises TimeoutWaitingError
-    await wait_until_async(is_healthy, what="the server", timeout_s=60)
     reply = retry(query, Backoff(limit_s=120), if_raises=UnansweredError)       # raises the last error
     await retry_io("the batch", lambda: send(batch))                            # an operation that must succeed
     rows = await in_daemon_thread(read, may_wait=lambda: not is_over)           # raises TimeoutWaitingError
@@ -24,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import inspect
 import logging
 import math
 import threading
@@ -80,23 +78,6 @@ def wait_until(
     result = Retrying(**_polling(what, timeout_s, poll_s, poll_max_s))(poll)
     assert result is not None  # polling continues while it is None, or raises
     return result
-
-
-async def wait_until_async(
-    poll: Callable[[], Awaitable[T | None] | T | None],
-    *,
-    what: str | Callable[[], str],
-    timeout_s: float,
-    poll_s: float = 0.1,
-    poll_max_s: float = 1.0,
-) -> T:
-    """Same as `wait_until` on an event loop; ``poll`` may be a coroutine function."""
-
-    async def call() -> T | None:
-        result = poll()
-        return await result if inspect.isawaitable(result) else result
-
-    return await AsyncRetrying(**_polling(what, timeout_s, poll_s, poll_max_s))(call)
 
 
 def _polling(

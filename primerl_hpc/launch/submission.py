@@ -94,7 +94,7 @@ def compose(
     budget: str | None = None,
     is_live: bool = False,
 ) -> Submission:
-    """Compile the plan and render the scripts of a run at ``root``. ``missing`` as in `compile_for`.
+    """Compile the plan and render the scripts of a run at ``root``. ``missing`` as in `forecast_for`.
 
     ``budget``: text of ``--budget``. ``is_live``: the run executes this installation or checkout, not a copy of it.
     Prints a warning for directives in a user's own templates that are rarely intended. Raises ConfigError.
@@ -112,21 +112,6 @@ def root_of(code: RunCode | None) -> str | None:
     return package_root() if code is None else code.root
 
 
-def compile_for(
-    loaded: LoadedRecipe,
-    profile: LoadedProfile,
-    root: Path,
-    missing: list[PrimerlError] | None = None,
-    measured: MeasuredLengths | None = None,
-) -> Plan:
-    """Return the plan of this recipe at ``root``; roles without an interpreter of their own use this one.
-
-    ``missing``: collects the errors about missing files instead of raising the first one. ``measured``: lengths of
-    rollouts with which ``auto`` is decided; None: those that the recipe expects.
-    """
-    return forecast_for(loaded, profile, root, missing, measured)[0]
-
-
 def forecast_for(
     loaded: LoadedRecipe,
     profile: LoadedProfile,
@@ -134,7 +119,11 @@ def forecast_for(
     missing: list[PrimerlError] | None = None,
     measured: MeasuredLengths | None = None,
 ) -> tuple[Plan, PlanForecast]:
-    """Return the plan with its prediction, and the forecast behind it. Arguments as in `compile_for`."""
+    """Return the plan of this recipe at ``root`` with its prediction, and the forecast behind it.
+
+    ``missing``: collects the errors about missing files instead of raising the first one. ``measured``: lengths of
+    rollouts with which ``auto`` is decided; None: those that the recipe expects.
+    """
     check_metric_keys(loaded.recipe, loaded.document)
     recipe = resolve(loaded, missing=missing)
     check_positions(recipe, hub_variables(recipe, profile.profile))
@@ -168,7 +157,7 @@ def preview(
     missing: list[PrimerlError] | None = None,
     measured: MeasuredLengths | None = None,
 ) -> tuple[Plan, PlanForecast]:
-    """Return the plan for the default runs folder, and its forecast; arguments as in `compile_for`.
+    """Return the plan for the default runs folder, and its forecast; arguments as in `forecast_for`.
 
     Raises ConfigError.
     """

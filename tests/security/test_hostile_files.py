@@ -40,8 +40,9 @@ from primerl_hpc.transport.tensor_file import write_parts
 from primerl_hpc.transport.weights import delta_codec
 from primerl_hpc.transport.weights.delta import read_link
 from primerl_hpc.transport.weights.delta_codec import apply, encode
-from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault, verify_checksums
+from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault
 from primerl_hpc.transport.weights.types import DeltaChain
+from tests.support.checksums import verify_checksums
 from tests.support.helpers import make_plan, process_plan, random_row
 from tests.unit.orchestrator.test_queue_file import Incarnation, make_recipe, make_rollout
 from tests.unit.transport.test_weights_delta import write_full, write_link

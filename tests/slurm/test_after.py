@@ -18,7 +18,7 @@ from primerl_hpc.plan.types import OnExit
 from primerl_hpc.render.job import render_export
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
-from primerl_hpc.transport.weights.filesystem import verify_checksums
+from tests.support.checksums import verify_checksums
 from tests.support.helpers import ROOT, wait_for
 from tests.support.virtual_slurm import SAY, TOY_RECIPE, TRAIN, SlurmToy, run_cli
 from tests.unit.launch.test_export import write_version

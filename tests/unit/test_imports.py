@@ -377,7 +377,6 @@ def test_only_the_slurm_folder_and_srun_steps_write_command_lines_of_slurm() -> 
 
 
 STAND_INS_FOR_OTHERS = {
-    "unit/plan/predict/timing/test_second_opinion.py": "a result of aiconfigurator",
     "unit/transport/test_broadcast.py": "process groups of torch",
     "security/test_control_tokens.py": "a tokenizer",
 }

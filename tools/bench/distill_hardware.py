@@ -23,8 +23,19 @@ from pyarrow import parquet
 
 from primerl_hpc.plan.predict.hardware import GpuSpec, gpu_spec
 from primerl_hpc.plan.predict.timing.curves import bus_factor, weight_bytes
-from primerl_hpc.plan.predict.timing.second_opinion import SYSTEMS
 
+SYSTEMS = {
+    "A100-SXM-80GB": "a100_sxm",
+    "H100-SXM": "h100_sxm",
+    "H200-SXM": "h200_sxm",
+    "B200": "b200_sxm",
+    "B300": "b300_sxm",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "L40S": "l40s",
+    "RTX-PRO-6000": "rtx_pro_6000_server",
+}
+"""GPU types and the folders of their tables."""
 HARDWARE = Path(__file__).resolve().parents[2] / "primerl_hpc" / "plan" / "predict" / "hardware"
 SOURCE = "aiconfigurator-core 0.12.0 (Apache-2.0), systems/data"
 GEMM_DTYPES = {"bfloat16": "bfloat16", "fp8": "fp8", "nvfp4": "fp4"}

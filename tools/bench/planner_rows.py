@@ -7,7 +7,7 @@
     tools/bench/planner_rows.py --json > docs/measurements/planner_rows.json
 
 ``--serving``: all vLLM rows of the file in NVIDIA's package aiconfigurator-core. The constants of engines were fitted
-on the rows of half of the models; "held out" are those of the others. ``--opinion`` needs the extra ``planner``. Exits
+on the rows of half of the models; "held out" are those of the others. Exits
 with 1 if an error exceeds its floor (`FLOORS`, `planner_memory.refusals`).
 """
 
@@ -29,7 +29,6 @@ from planner_memory import held_out, kv_cases, memory_cases, not_predicted, refu
 from planner_steps import step_rows
 from planner_times import (
     Case,
-    Serving,
     after_three,
     decode_rows,
     first_token_rows,
@@ -99,24 +98,10 @@ def _calibrated(what: str, errors: list[float], median: float) -> dict[str, Any]
     }
 
 
-def compared(engines: Iterable[Serving]) -> list[dict[str, Any]]:
-    """Return the statistics of aiconfigurator and of this planner on the rows for which it has an estimate."""
-    pairs = [(engine.case, opinion) for engine in engines if (opinion := engine.opinion)]
-    own, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    rows = [{"what": "decode, rows that aiconfigurator estimates"} | summary(own)]
-    rows.append({"what": "decode, aiconfigurator on the same rows"} | summary(theirs))
-    groups = sorted({case.group for case in theirs})
-    for group in groups:
-        part = [case for case in theirs if case.group == group]
-        rows.append({"what": f"decode, aiconfigurator: {group}"} | summary(part))
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--csv", type=Path, default=ROWS, help="published rows")
     parser.add_argument("--serving", type=Path, help="silicon_sample.csv of aiconfigurator-core")
-    parser.add_argument("--opinion", action="store_true", help="ask aiconfigurator about the same rows")
     parser.add_argument(
         "--held-out", action="store_true", help="refit trainer memory without each model (30 s)"
     )
@@ -146,8 +131,6 @@ def main() -> None:
         result.append(
             dict.fromkeys(result[0], "") | {"what": what, "rows": number, "coverage_80": round(share, 4)}
         )
-    if arguments.opinion:
-        result += compared(engines)
     if arguments.rows and not arguments.json:
         for case in sorted((case for found in cases.values() for case in found), key=lambda case: case.ratio):
             measured = f"{case.measured:10.4g} {case.predicted.unit}"

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.plan.predict.figure import Figure
 from primerl_hpc.plan.predict.hardware import gpu_spec, spec_of_device
 from primerl_hpc.plan.predict.layouts import Dtype, EngineSetup, TrainerSetup
 from primerl_hpc.plan.predict.shape import known_models, known_shape
 from primerl_hpc.plan.predict.timing.curves import weight_bytes
 from primerl_hpc.plan.predict.timing.layers import LayerSplit, layers_of
-from primerl_hpc.plan.predict.timing.second_opinion import ServingLoad, second_opinion
 from primerl_hpc.plan.predict.timing.time_engine import EngineTimes
 from primerl_hpc.plan.predict.timing.time_trainer import TrainerConstants, TrainerTimes
 from primerl_hpc.plan.predict.timing.time_transfer import (
@@ -103,16 +101,6 @@ class Serving:
         running = min(self.concurrency, max(1.0, fitting))
         figure = times.time_per_token(running, self.prompt, self.generated)
         return Case(self.id, "decode", self.group, self.measured, figure, self.model in FITTED)
-
-    @property
-    def opinion(self) -> Case | None:
-        """The figure of aiconfigurator; None if it has no estimate."""
-        load = ServingLoad(self.concurrency, self.prompt, self.generated)
-        try:
-            figure = second_opinion(self.model, gpu_spec(SYSTEMS[self.system]), self.setup, load)
-        except NotFoundError:
-            return None
-        return Case(self.id, "second opinion", self.group, self.measured, figure, is_fitted=False)
 
 
 def decode_rows(rows: Iterable[Mapping[str, str]]) -> Iterator[Serving]:

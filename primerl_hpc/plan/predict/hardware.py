@@ -110,11 +110,6 @@ class GpuSpec:
         return self._figure(f"hardware.peak_flops.{used}", "FLOP/s", ("peak_flops", used))
 
     @property
-    def hbm(self) -> Figure:
-        """Memory bandwidth of the datasheet."""
-        return self._figure("hardware.hbm", "B/s", ("hbm_bytes_per_s",))
-
-    @property
     def memory(self) -> Figure:
         """Total memory that the driver reports."""
         key = "reported_memory_gib" if "reported_memory_gib" in self.facts else "memory_gib"

@@ -42,7 +42,6 @@ class ModelShape:
     """Embedding and head share one matrix."""
     vision: int = 0
     """Parameters of the vision tower and its projector."""
-    max_positions: int | None = None
     quantization: str | None = None
     """``quant_method`` of the weights in the model's repository; None: not quantized."""
 
@@ -85,20 +84,6 @@ class ModelShape:
         """Parameters of the text model without the routed experts that a token does not use (as in "A22B")."""
         idle = sum(number * (layer.parameters - layer.active_parameters) for layer, number in self.groups)
         return self.text_total - idle
-
-    @cached_property
-    def block_matmul_weights(self) -> int:
-        """Elements of the blocks' matrices that process a token, without the head."""
-        return sum(number * layer.matmul_weights for layer, number in self.groups)
-
-    @property
-    def head_weights(self) -> int:
-        return self.vocab * self.hidden
-
-    @cached_property
-    def matmul_weights(self) -> int:
-        """Elements of all matrices that process a token: blocks and head, not the embedding, which is looked up."""
-        return self.block_matmul_weights + self.head_weights
 
     @cached_property
     def largest_layer(self) -> int:
@@ -165,15 +150,6 @@ class ModelShape:
         """
         return sum(
             number * matrix.copies * rank * (matrix.ins + matrix.outs)
-            for matrix, number in self._adapted(targets)
-        )
-
-    def active_adapter_parameters(
-        self, rank: int, targets: tuple[str, ...] | Literal["auto"] = "auto"
-    ) -> int:
-        """Return the parameters of adapters that process a token: of routed experts only those chosen."""
-        return sum(
-            number * matrix.active * rank * (matrix.ins + matrix.outs)
             for matrix, number in self._adapted(targets)
         )
 

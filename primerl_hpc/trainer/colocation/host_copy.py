@@ -30,10 +30,6 @@ class HostCopy:
         self._moved: list[tuple[torch.UntypedStorage, int]] = []  # and its size in bytes
 
     @property
-    def is_on_host(self) -> bool:
-        return bool(self._moved)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that are on the host now."""
         return sum(size for _, size in self._moved)

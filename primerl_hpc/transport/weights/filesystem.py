@@ -312,16 +312,3 @@ def wait_while(fault: Callable[[], str], lag_s: float) -> str:
     while (found := fault()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
-
-
-def verify_checksums(folder: Path) -> None:
-    """Read every file and compare its CRC-32 with the manifest. Raises DataError naming the first file that differs."""
-    for entry in manifest_files(folder):
-        path = listed_file(folder, entry["name"])
-        with decoding("cannot be read", location=path, more=(OSError,)):
-            found = crc32_of_file(path)
-        if found != entry["crc32"]:
-            raise DataError(
-                f"CRC-32 is {found:08x}, but the manifest lists {entry['crc32']:08x}",
-                location=str(path),
-            )

@@ -24,7 +24,6 @@ from primerl_hpc.common.waiting import (
     retry_async,
     retry_io,
     wait_until,
-    wait_until_async,
 )
 from primerl_hpc.orchestrator.checkpoint.follower import SIDES, CheckpointFollower
 from primerl_hpc.orchestrator.engines.fleet import Fleet
@@ -181,21 +180,7 @@ def test_wait_until_returns_the_first_result_that_is_not_none_or_false():
     assert wait_until(lambda: next(results), what="a result", timeout_s=PATIENCE_S, poll_s=0.001) == 0
 
 
-def test_wait_until_async_accepts_functions_and_coroutine_functions():
-    results = iter([None, "a", False, "b"])
-
-    async def poll() -> str | bool | None:
-        return next(results)
-
-    async def check() -> list[str]:
-        first = await wait_until_async(lambda: next(results), what="a", timeout_s=PATIENCE_S, poll_s=0.001)
-        return [first, await wait_until_async(poll, what="b", timeout_s=PATIENCE_S, poll_s=0.001)]
-
-    assert asyncio.run(check()) == ["a", "b"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_wait_that_times_out_names_what_is_missing(is_async):
+def test_a_wait_that_times_out_names_what_is_missing():
     seen = []
 
     def poll() -> None:
@@ -205,10 +190,7 @@ def test_a_wait_that_times_out_names_what_is_missing(is_async):
         return f"engines ({len(seen)} polls)"
 
     with pytest.raises(TimeoutWaitingError, match=r"waited 0 s for engines \(1 polls\)"):
-        if is_async:
-            asyncio.run(wait_until_async(poll, what=what, timeout_s=0))
-        else:
-            wait_until(poll, what=what, timeout_s=0)
+        wait_until(poll, what=what, timeout_s=0)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

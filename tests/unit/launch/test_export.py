@@ -12,7 +12,8 @@ from primerl_hpc.common.errors import ConfigError, DataError, ExitCode, NotFound
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.export.export import export_model
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter, verify_checksums
+from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter
+from tests.support.checksums import verify_checksums
 from tests.support.helpers import make_plan, process_plan
 from tests.support.tiny_models import make_family
 from tests.unit.cli.test_cli import primerl

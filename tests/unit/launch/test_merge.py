@@ -19,8 +19,8 @@ from primerl_hpc.transport.weights.filesystem import (  # noqa: E402
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     WeightWriter,
-    verify_checksums,
 )
+from tests.support.checksums import verify_checksums  # noqa: E402
 from tests.support.helpers import make_plan, process_plan  # noqa: E402
 from tests.unit.cli.test_cli import primerl  # noqa: E402
 from tests.unit.launch.test_export import RECIPE, leftovers, write_version  # noqa: E402

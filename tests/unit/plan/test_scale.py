@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.submission import compile_for, make_script
+from primerl_hpc.launch.submission import forecast_for, make_script
 from primerl_hpc.recipe.load import load_recipe
 from tests.support.helpers import ROOT
 
@@ -31,7 +31,7 @@ def test_plan_and_script_of_many_nodes(tmp_path: Path, nodes: int) -> None:
     recipe = load_recipe(str(tmp_path / "recipe.yaml"))
     profile = load_profile("h100x64", overrides=[f"nodes={nodes}", "scheduler.account=physics"])
     start = time.process_time()
-    plan = compile_for(recipe, profile, tmp_path / "run")
+    plan, _ = forecast_for(recipe, profile, tmp_path / "run")
     script = make_script(plan, profile, None)
     assert time.process_time() - start < nodes / 100  # a small part of that on an idle machine
     assert len(plan.nodes) == nodes and len(script.encode()) < 100_000

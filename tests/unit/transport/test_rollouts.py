@@ -20,8 +20,8 @@ from primerl_hpc.transport.weights.filesystem import (
     FilesystemWeightReader,
     WeightWriter,
     prune_weights,
-    verify_checksums,
 )
+from tests.support.checksums import verify_checksums
 from tests.support.helpers import PATIENCE_S, random_row
 
 

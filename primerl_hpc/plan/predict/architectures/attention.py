@@ -137,7 +137,7 @@ def delta_net(reader: ConfigReader, *, is_fused: bool) -> Mixer:
         Vectors(WeightKind.NORM, value_dim),
     )
     return Mixer(
-        tuple(matrices), vectors, state=LinearState(value_heads, key_dim, value_dim, channels, kernel, 3)
+        tuple(matrices), vectors, state=LinearState(value_heads, key_dim, value_dim, channels, kernel)
     )
 
 
@@ -160,7 +160,7 @@ def mamba2(reader: ConfigReader) -> Mixer:
         ),  # dt_bias, A_log, D
         Vectors(WeightKind.NORM, inner),
     )
-    return Mixer(matrices, vectors, state=LinearState(heads, state, width, channels, kernel, 2))
+    return Mixer(matrices, vectors, state=LinearState(heads, state, width, channels, kernel))
 
 
 def linear(name: str, kind: WeightKind, ins: int, outs: int, has_bias: bool = False) -> Matrix:

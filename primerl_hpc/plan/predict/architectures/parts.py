@@ -51,11 +51,6 @@ class Matrix:
         return self.copies * (self.ins + self.has_bias) * self.outs
 
     @property
-    def active_weights(self) -> int:
-        """Elements of the matrices that process a token."""
-        return self.active * self.ins * self.outs
-
-    @property
     def active_parameters(self) -> int:
         return self.active * (self.ins + self.has_bias) * self.outs
 
@@ -133,8 +128,6 @@ class LinearState:
     value_dim: int
     conv_channels: int
     conv_kernel: int
-    products: int
-    """Multiplications of each element per token: 3 with the delta rule (read, correct, query), 2 without."""
 
     @property
     def state_elements(self) -> int:
@@ -161,11 +154,6 @@ class Layer:
     @property
     def active_parameters(self) -> int:
         return sum(matrix.active_parameters for matrix in self.matrices) + sum(v.count for v in self.vectors)
-
-    @property
-    def matmul_weights(self) -> int:
-        """Elements of matrices that process a token."""
-        return sum(matrix.active_weights for matrix in self.matrices)
 
     @property
     def expert_parameters(self) -> int:

@@ -112,7 +112,7 @@ def test_peaks_are_ordered_and_a_missing_type_of_number_is_refused():
 
 
 def test_a_value_known_only_as_a_range_keeps_its_interval():
-    hbm = gpu_spec("H100-SXM-64GB").hbm
+    hbm = gpu_spec("H100-SXM-64GB")._figure("hardware.hbm", "B/s", ("hbm_bytes_per_s",))
     assert hbm.low < hbm.value < hbm.high and hbm.tier is Tier.DATASHEET
 
 
