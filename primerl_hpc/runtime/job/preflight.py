@@ -25,7 +25,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.job.node_checks import NodeFinding, judge_clock, make_request
 from primerl_hpc.runtime.job.sums import judge_sums, make_sums_request, result_file
-from primerl_hpc.runtime.steps.srun import srun_options, without_requests
+from primerl_hpc.runtime.steps.srun import environ_of_job, srun_options
 from primerl_hpc.slurm.refusals import hint_about_option, srun_reason
 
 NAME = "preflight"
@@ -91,7 +91,7 @@ class PreflightRun:
         with self.log.open("ab") as log:
             log_start = log.tell()
             child = await asyncio.create_subprocess_exec(
-                *command, env=without_requests(os.environ), stdout=log, stderr=log, start_new_session=True
+                *command, env=environ_of_job(os.environ), stdout=log, stderr=log, start_new_session=True
             )
         deadline = time.monotonic() + self.wants.timeout_s
         while time.monotonic() < deadline:
@@ -167,7 +167,7 @@ class RanksStep:
         with log.open("ab") as file:
             child = await asyncio.create_subprocess_exec(
                 *command,
-                env=without_requests(os.environ) | wants.env,
+                env=environ_of_job(os.environ) | wants.env,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,

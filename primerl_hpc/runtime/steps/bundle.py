@@ -22,7 +22,7 @@ from primerl_hpc.common.log import setup_logging
 from primerl_hpc.plan.types import BUNDLE_MANIFEST, BundlePlan, Plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
-from primerl_hpc.runtime.steps.srun import srun_options, without_requests
+from primerl_hpc.runtime.steps.srun import environ_of_job, srun_options
 from primerl_hpc.slurm.command_lines import broadcast_command
 
 NAME = "bundle"
@@ -102,7 +102,7 @@ async def _run(command: Sequence[str], output: Path) -> int:
         try:
             child = await asyncio.create_subprocess_exec(
                 *command,
-                env=without_requests(os.environ),
+                env=environ_of_job(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -142,4 +142,4 @@ def remove_bundle(code: int, plan: Plan, allocation: Allocation | None = None) -
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     shell = shutil.which("sh") or "/bin/sh"
-    os.execve(shell, ["sh", "-c", "\n".join(lines)], without_requests(os.environ))
+    os.execve(shell, ["sh", "-c", "\n".join(lines)], environ_of_job(os.environ))

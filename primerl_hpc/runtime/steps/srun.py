@@ -2,8 +2,7 @@
 
 Observations behind the command line (measured with SLURM 22.05, 24.11 and 26.05):
 - Nothing may be left to defaults: nodes, tasks, CPUs and memory are always given, else srun uses the job's values or 1.
-- srun reads from its environment how the job requested GPUs and memory, and refuses a step that requests them
-  differently.
+- srun reads options from its environment, and refuses a step that requests GPUs or memory in another way than the job.
 - srun forwards SIGUSR1 and SIGUSR2 to the tasks; at SIGUSR1 the guard ends its tree in order. srun itself takes SIGTERM
   as "kill the step now".
 - After the first task ends, the others get ``--wait`` seconds: peers of a dead rank would hang in a collective
@@ -43,15 +42,11 @@ their peers first (`guard.PEERS_S`): a slow node must not turn a finished run in
 MAX_OUTPUT_BYTES = 1 << 18
 LOST = 128 + signal.SIGKILL
 """Exit code of a task that ended with its node, whatever srun returns."""
-_JOB_REQUESTS = frozenset(
-    (
-        *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
-        *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
-        # srun of 23.11 and 24.05 compares these with each other and refuses unequal ones
-        *("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_SOCKET"),
-        *("SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND", "SLURM_GPU_BIND"),
-    )
+_OF_THE_JOB = re.compile(
+    r"SLURM_(JOB_\w+|JOBID|HET_SIZE|ARRAY_\w+|CLUSTER\w*|WORKING_CLUSTER|CONF\w*|JWT|SUBMIT_\w+|TOPOLOGY_\w+|DEBUG"
+    r"|NETWORK|HINT|THREADS_PER_CORE|MPI_TYPE|UMASK|RLIMIT_\w+|PRIO_PROCESS|RESTART_COUNT)"
 )
+"""Variables that identify the job or hold its settings for all steps."""
 _UNREACHABLE = re.compile(
     r"^srun: error: Task launch for .+ failed on node (\S+): Communication connection failure", re.M
 )
@@ -83,8 +78,17 @@ def srun_command(launch: Launch, allocation: Allocation, python: str = sys.execu
     ]
 
 
-def without_requests(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in _JOB_REQUESTS}
+def environ_of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` with only those variables of SLURM that describe the job.
+
+    srun takes others as options: how the job requested GPUs and memory, which it compares with a step's, and, in a
+    shell that is itself a step (``srun --pty bash``), the CPUs, tasks and nodes of that step.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("SLURM_") or _OF_THE_JOB.fullmatch(name)
+    }
 
 
 def srun_options(name: str, hosts: list[str], allocation: Allocation, *, uses_gpus: bool) -> list[str]:
@@ -149,7 +153,7 @@ class SrunStep:
         try:
             self.child = await asyncio.create_subprocess_exec(
                 *srun_command(launch, self.allocation),
-                env={**without_requests(os.environ), **self.environment},
+                env={**environ_of_job(os.environ), **self.environment},
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,

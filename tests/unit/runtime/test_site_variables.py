@@ -19,7 +19,7 @@ from primerl_hpc.run.ledger.rows import LedgerRow
 from primerl_hpc.run.ledger.store import append_rows, read_rows
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
-from primerl_hpc.runtime.steps.srun import without_requests
+from primerl_hpc.runtime.steps.srun import environ_of_job
 from primerl_hpc.runtime.types import Launch
 from tests.support.helpers import ROOT, process_plan, unusable_sft_recipe
 
@@ -99,14 +99,41 @@ def test_planned_variables_replace_those_of_an_apptainer_image(tmp_path: Path) -
 # -- requests of the job
 
 
-def test_requests_of_the_job_are_not_compared_with_those_of_a_step() -> None:
-    job = {
-        "SLURM_TRES_PER_TASK": "cpu=4",
-        "SLURM_CPUS_PER_TASK": "4",
-        "SLURM_MEM_PER_CPU": "7",
+JOB = {
+    **{
         "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID_HET_GROUP_0": "1",
+        "SLURM_HET_SIZE": "2",
+    },
+    **{"SLURM_CONF": "/etc/slurm.conf", "SLURM_NETWORK": "disable_rdzv_get", "SLURM_HINT": "nomultithread"},
+    **{"SLURM_CLUSTER_NAME": "c", "SRUN_DEBUG": "3", "PATH": "/bin"},
+}
+
+
+def test_requests_of_the_job_are_not_compared_with_those_of_a_step() -> None:
+    requests = {"SLURM_TRES_PER_TASK": "cpu=4", "SLURM_CPUS_PER_TASK": "4", "SLURM_MEM_PER_CPU": "7"}
+    assert environ_of_job(JOB | requests) == JOB
+
+
+def test_the_cpus_of_the_shell_in_which_a_run_starts_are_not_those_of_its_steps() -> None:
+    """``srun -n1 -c1 --pty bash``, and in it ``submit --here``: all roles would share the CPU of the shell."""
+    shell = {
+        **{
+            "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+            "SLURM_CPU_BIND_LIST": "0x1",
+            "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+        },
+        **{
+            "SLURM_MEM_BIND": "none",
+            "SLURM_DISTRIBUTION": "cyclic",
+            "SLURM_NTASKS": "1",
+            "SLURM_NNODES": "1",
+        },
+        **{"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n1"},
+        **{"SLURM_PTY_PORT": "4", "SLURM_SRUN_COMM_HOST": "n1", "SLURM_NODELIST": "n1"},
     }
-    assert without_requests(job) == {"SLURM_JOB_ID": "1"}
+    assert environ_of_job(JOB | shell) == JOB
 
 
 # -- filesystems without locks
