@@ -541,8 +541,10 @@ def test_losses_gradients_and_weights_equal_those_of_one_rank(results, name):
         for key, value in expected_metrics.items():
             # a gradient whose parts cancel is exactly zero in one order of summation and 1e-11 in another
             tolerance = 2e-4 if key == "optim/zero_grad_ratio" else 1e-8
+            # a divergence is the square of a small difference of log-probabilities
+            relative = 1e-4 if "kl" in key else 1e-5
             if not key.startswith(("perf/", "time/")):
-                assert metrics[key] == pytest.approx(value, rel=1e-5, abs=tolerance), key
+                assert metrics[key] == pytest.approx(value, rel=relative, abs=tolerance), key
 
 
 @pytest.mark.parametrize("name", REFUSED)

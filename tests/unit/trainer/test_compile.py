@@ -84,7 +84,8 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones_and_share_their_graphs
         # blocks: one for the first length, one for all others, which the four layers share; two of the head
         assert counters["stats"]["unique_graphs"] <= 5
     for name, value in plain.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        largest = float(value.abs().max())  # other elements are sums of such terms, which cancel
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6 * largest, msg=name)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe", "gpt_oss"])
