@@ -139,7 +139,7 @@ def command(
 
     source = find_source(target)
     request = EvalRequest(
-        environments=tuple(name for names in environments for name in names.split(",") if name),
+        environments=tuple(name for names in environments for name in names.split(",")),
         samples=samples,
         num_tasks=num_tasks,
         model=model,

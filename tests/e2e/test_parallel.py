@@ -26,8 +26,8 @@ from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.launch.export.merge import merge_adapter  # noqa: E402
 from primerl_hpc.run.metrics import read_steps  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
-from primerl_hpc.transport.weights.filesystem import verify_checksums  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402
+from tests.support.checksums import verify_checksums  # noqa: E402
 from tests.support.helpers import ROOT, end_role, make_tiny_model, wait_for  # noqa: E402
 from tests.support.parallel_ranks import SAVED_STEP, STEPS, batch  # noqa: E402
 from tests.support.tiny_models import FAMILIES, make_family, make_vision_language  # noqa: E402

@@ -32,7 +32,8 @@ from primerl_hpc.trainer.sft_loop import train_sft  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender  # noqa: E402
 from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
-from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, verify_checksums  # noqa: E402
+from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader  # noqa: E402
+from tests.support.checksums import verify_checksums  # noqa: E402
 from tests.support.helpers import (  # noqa: E402
     PATIENCE_S,
     end_role,

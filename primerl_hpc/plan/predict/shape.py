@@ -199,7 +199,6 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         family.layers(reader),
         tied,
         tower,
-        reader.optional_size("max_position_embeddings"),
         quantization.get("quant_method") if isinstance(quantization, Mapping) else None,
     )
     if shape.total > MAX_PARAMETERS:

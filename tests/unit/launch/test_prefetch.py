@@ -148,7 +148,8 @@ def test_wrong_files_are_fetched_again_and_a_model_that_the_hub_lacks_is_named(h
         code, items, _ = end(start(url, *LOCAL_ROWS))
         assert code == 66 and items["org/model"]["state"] == "complete"
     (snapshot,) = (here / "cache" / "hub" / "models--org--model" / "snapshots").iterdir()
-    assert (snapshot / "model-00001-of-00002.safetensors").read_bytes() == b"first" * 1000
+    name = "model-00001-of-00002.safetensors"
+    assert (snapshot / name).read_bytes() == MODEL[name]
 
 
 def test_two_commands_fetch_each_file_once(here: Path) -> None:
