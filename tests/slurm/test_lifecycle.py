@@ -251,6 +251,7 @@ sys.exit(75 if is_stop else 0)
 )
 
 
+@pytest.mark.slow
 def test_a_job_without_a_warning_signal_saves_in_time_by_its_measured_durations(
     new_toy: Callable[..., SlurmToy],
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_run_continues_without_its_elastic_engines_and_accepts_new_ones(
     wait_for(lambda: ask(["squeue", "--noheader"]) == "", "an empty queue", tell=lambda: ask(["squeue"]))
 
 
+@pytest.mark.slow
 def test_an_inference_run_reports_its_address_and_serves(
     cluster: Cluster, submit: Callable[..., RealRun], model: Path
 ) -> None:

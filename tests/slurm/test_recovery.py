@@ -41,6 +41,7 @@ def add_roles(toy: SlurmToy, train: str = TRAIN) -> SlurmToy:
     return toy
 
 
+@pytest.mark.slow
 def test_a_node_without_the_run_directory_is_excluded_and_replaced_by_a_spare(
     new_toy: Callable[..., SlurmToy],
 ) -> None:

@@ -195,6 +195,7 @@ def test_bad_packages_are_one_sentence_and_an_exit_code(
     assert done.returncode == ExitCode.USAGE and "--index is for packages" in done.stderr
 
 
+@pytest.mark.slow
 def test_prefetch_installs_the_package_that_doctor_misses(
     own_python: Path, index: Index, tmp_path: Path
 ) -> None:

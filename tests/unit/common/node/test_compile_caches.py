@@ -65,6 +65,7 @@ def compile_in_jobs(folders: list[Path], store: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_a_second_job_compiles_nothing(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     first, second = compile_in_jobs([tmp_path / "job-1", tmp_path / "job-2"], tmp_path / "compile")
