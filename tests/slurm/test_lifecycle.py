@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
