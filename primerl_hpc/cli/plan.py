@@ -93,10 +93,15 @@ def command(
 
 
 def _measured(like: str | None) -> MeasuredLengths | None:
+    from primerl_hpc.launch.planning.advice import refresh
     from primerl_hpc.launch.planning.forecast import read_lengths
     from primerl_hpc.run.registry import find_run
 
-    return read_lengths(find_run(like)) if like is not None else None
+    if like is None:
+        return None
+    found = find_run(like)
+    refresh(found)
+    return read_lengths(found)
 
 
 def show_forecast(forecast: PlanForecast, budget: Budget | None = None) -> None:

@@ -30,6 +30,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
     The page is self-contained, so it can be archived or sent.
     """
     from primerl_hpc.common.files import write_text
+    from primerl_hpc.launch.planning.advice import refresh
     from primerl_hpc.observe.diagnose.diagnose import diagnose
     from primerl_hpc.observe.report.report import make_report
     from primerl_hpc.observe.status.job_watcher import JobWatcher
@@ -42,6 +43,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
     check_may_read(found)
     if out is None:
         check_may_change(found, hint="write its report elsewhere with --out FILE")
+    refresh(found)
     view = OneRun(found, JobWatcher(), Accounting())
     view.refresh()
     path = out.expanduser() if out is not None else found.report

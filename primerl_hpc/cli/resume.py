@@ -73,6 +73,7 @@ def command(
     The attempt executes the code that was copied when RUN was submitted.
     """
     from primerl_hpc.launch.code.keep import CodeChoice
+    from primerl_hpc.launch.planning.advice import refresh
     from primerl_hpc.launch.resume.changes import change_recipe
     from primerl_hpc.launch.resume.rewind import check_step, rewind
     from primerl_hpc.launch.submit import change_job, check_next_attempt, fork_hint, resume_run
@@ -89,6 +90,7 @@ def command(
     after = found.latest_checkpoint() or 0 if step is None else step
     chain, changes = requested_jobs(jobs), job_changes()
     check_next_attempt(found, chain, changes)
+    refresh(found)
     if step is not None:
         check_step(found, step)
     lines = change_recipe(found, overrides, after, hint=fork_hint(found)) if overrides else []

@@ -80,11 +80,14 @@ def command(
     elif states or pattern or is_all:
         raise click.UsageError("--state, --name and --all select among all runs; remove RUN")
     else:
+        from primerl_hpc.launch.planning.advice import refresh
         from primerl_hpc.observe.status.one_run import OneRun
         from primerl_hpc.observe.status.usage import Accounting
         from primerl_hpc.run.registry import find_run
 
-        view = OneRun(find_run(run), jobs, Accounting(ask_briefly))
+        found = find_run(run)
+        refresh(found)
+        view = OneRun(found, jobs, Accounting(ask_briefly))
     if is_watching:
         from primerl_hpc.observe.status.screen import watch
 

@@ -18,7 +18,6 @@ from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import DataError, NotFoundError
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.plan.predict.ledger import PredictionRecord
 from primerl_hpc.recipe.schema.cross_checks import check_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.rundir import RunDir
@@ -230,6 +229,40 @@ class BundlePlan(Block):
     """Version of its interpreter."""
     srun_args: tuple[str, ...] = ()
     """Arguments of every srun, from the profile."""
+
+
+class PredictedFigure(Block):
+    value: float
+    low: float
+    high: float
+    unit: str
+    tier: str
+
+
+class AppliedCorrection(Block):
+    """A correction of the ledger that a figure of this plan contains."""
+
+    factor: float
+    deviation: float
+    num_rows: int
+    closest: str
+
+
+class PredictionRecord(Block):
+    gpu: str
+    """GPU type of the trainer's nodes."""
+    engine_gpu: str
+    """GPU type of the engines' nodes."""
+    family: str
+    """Architecture of the model (``model_type`` of its config.json)."""
+    layout: str
+    """Layout of trainer and engines as text: what the same prediction would be made for."""
+    software: dict[str, str] = Field(default_factory=dict)
+    """Library → version for which corrections were selected."""
+    figures: dict[str, PredictedFigure] = Field(default_factory=dict)
+    """Figure → value, before the run measures it."""
+    corrections: dict[str, AppliedCorrection] = Field(default_factory=dict)
+    """Figure → correction by which it was multiplied."""
 
 
 class Plan(Block):

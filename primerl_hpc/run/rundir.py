@@ -106,7 +106,7 @@ class RunDir:
 
     @property
     def advice(self) -> Path:
-        """Result of the split advisor at the end of the last attempt."""
+        """Result of the split advisor for the newest attempt; `launch.planning.advice` writes it."""
         return self.control / "advice.json"
 
     @property

@@ -87,10 +87,11 @@ class StopRequests:
         return read_json_or_none(self.run_dir.stop_request) or {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunContext:
     run_dir: RunDir
     plan: Plan
+    """Before an attempt opens, ``layout.auto_split`` may replace it."""
     attempt: int
     journal: Journal
     clock: JobClock

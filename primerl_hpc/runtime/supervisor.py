@@ -47,8 +47,8 @@ from primerl_hpc.runtime.context import JobClock, RunContext, StopRequests
 from primerl_hpc.runtime.failures import setup_fault
 from primerl_hpc.runtime.files.earlier_attempt import clear_earlier_attempt
 from primerl_hpc.runtime.files.journal import Journal, retry_run_directory
+from primerl_hpc.runtime.job.auto_split import apply_advised_split
 from primerl_hpc.runtime.job.handoff import Handoff
-from primerl_hpc.runtime.job.measured import use_measurements
 from primerl_hpc.runtime.job.no_proxy import addresses_of, no_proxy_variables
 from primerl_hpc.runtime.job.nodes import Nodes
 from primerl_hpc.runtime.job.requeue import WALLTIME
@@ -113,7 +113,14 @@ class Supervisor:
             if (code := await self.handoff.start()) is not None:
                 return code
             self._install_signal_handlers()
+            split = await self._change_split()
             await self._open_attempt()
+            if split:
+                self.journal.record(
+                    "split_advice",
+                    message=" ".join(split.values()),
+                    applied="sentence" in split,
+                )
             if self.setup_fault is not None:
                 return await self._fail_by_ourselves(self.setup_fault, "the setup of its job failed")
             if self.stop.is_requested():
@@ -176,7 +183,6 @@ class Supervisor:
             self.current, self.has_finished_a_phase = None, True
             journal.record("phase_done", phase=phase.name)
         journal.is_closing = True
-        await use_measurements(self.context)
         await self.handoff.cancel_waiting()
         journal.set_state(RunState.DONE)
         journal.record("run_done")
@@ -210,7 +216,6 @@ class Supervisor:
     async def _close(self, end: PhaseEnd, saved: int) -> ExitCode:
         journal = self.journal
         await journal.settle()
-        await use_measurements(self.context, may_apply=end == PhaseEnd.STOPPED)
         result = await self._hand_over(end, saved) if self.nodes is not None else Continuation.ended()
         if result.is_automatic:
             codes = {PhaseEnd.STOPPED: ExitCode.STOPPED, PhaseEnd.ABANDONED: ExitCode.PREEMPTED}
@@ -271,6 +276,17 @@ class Supervisor:
         return self._fail(f"the head node was lost and restarted without the other nodes; {result.reason}")
 
     # -- before the first process ------------------------------------------------------------------
+
+    async def _change_split(self) -> dict[str, str]:
+        """Apply ``layout.auto_split``, except after an attempt that failed: its rates may be those of a fault."""
+        is_due = self.attempt > 1 and self.plan.phases[-1].recipe.layout.auto_split
+        if not is_due or self.earlier.get("state") == RunState.FAILED:
+            return {}
+        split = await apply_advised_split(self.run_dir)
+        if "sentence" in split:
+            plan = await retry_run_directory(partial(load_plan, self.run_dir))
+            self.plan = self.context.plan = with_interpreter(plan, sys.executable)
+        return split
 
     async def _open_attempt(self) -> None:
         # first, because a failure during the cleanup is recorded in it

@@ -146,6 +146,23 @@ def test_the_login_node_half_loads_no_torch() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(LOGIN_NODE, "")
 
 
+SUPERVISOR_MODULES = 95
+
+
+def test_the_supervisor_imports_little_and_no_planner() -> None:
+    """It must not fail: what it does not import cannot break it."""
+    code = "import sys, primerl_hpc.runtime.supervisor; print(*sorted(m for m in sys.modules if m[:12] == 'primerl_hpc.'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = [name.removeprefix("primerl_hpc.") for name in done.stdout.split()]
+    files = [name for name in modules if (PACKAGE / f"{name.replace('.', '/')}.py").is_file()]
+    assert len(files) <= SUPERVISOR_MODULES, files
+    assert not [
+        name
+        for name in files
+        if name.startswith(("plan.planner", "plan.predict", "plan.simulation", "launch"))
+    ]
+
+
 MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 20, 600, 60, 7
 
 

@@ -23,7 +23,7 @@ _RACY_S = 1
 """Python compares times in seconds. If source and compiled form have almost the same, the source may have changed
 between them."""
 _UNCHECKED = struct.pack("<I", 0b01) + bytes(8)
-"""PEP 552: compiled from the source beside it in the file, which never changes."""
+"""PEP 552: compiled from the source in the same file, which never changes."""
 
 
 def write_package(files: Mapping[str, Path], target: Path) -> None:
@@ -32,6 +32,14 @@ def write_package(files: Mapping[str, Path], target: Path) -> None:
     What Python has compiled for a source is used if it is valid. A module that cannot be compiled is written without:
     Python reports it where it is imported. Raises OSError.
     """
+    try:
+        _write(files, target)
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        raise
+
+
+def _write(files: Mapping[str, Path], target: Path) -> None:
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as package, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler

@@ -27,10 +27,10 @@ from primerl_hpc.plan.assess.search import SearchResult, Space, has_auto, search
 from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.env_servers import raise_servers
 from primerl_hpc.plan.pools import Pools, nodes_of
-from primerl_hpc.plan.predict.ledger import PredictionRecord, record_prediction
+from primerl_hpc.plan.predict.ledger import record_prediction
 from primerl_hpc.plan.predict.timing.host_cores import ENVIRONMENTS, servers_for
 from primerl_hpc.plan.simulation.lengths import Lengths
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.types import Plan, PredictionRecord
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir

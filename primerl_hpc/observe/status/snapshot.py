@@ -59,7 +59,7 @@ class Snapshot:
     comparisons: tuple[Comparison, ...] = ()
     """Predicted figures that the last steps measured."""
     advice: dict[str, Any] = field(default_factory=dict)
-    """Result of the split advisor at the end of the last attempt; see `runtime.job.measured`."""
+    """Result of the split advisor for the newest attempt; see `launch.planning.advice`."""
     started: float | None = None
     job: dict[str, Any] = field(default_factory=dict)
     message: str | None = None

@@ -21,10 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pydantic import Field
-
-from primerl_hpc.common.block import Block
 from primerl_hpc.plan.predict.figure import Figure, Tier
+from primerl_hpc.plan.types import AppliedCorrection, PredictedFigure, PredictionRecord
 from primerl_hpc.run.ledger.measures import MEASURE_OF
 from primerl_hpc.run.ledger.rows import LedgerRow
 
@@ -189,40 +187,6 @@ def correct(figure: Figure, correction: Correction | None) -> Figure:
         ),
         tier=max(tier, figure.tier),
     )
-
-
-class PredictedFigure(Block):
-    value: float
-    low: float
-    high: float
-    unit: str
-    tier: str
-
-
-class AppliedCorrection(Block):
-    """A correction of the ledger that a figure of this plan contains."""
-
-    factor: float
-    deviation: float
-    num_rows: int
-    closest: str
-
-
-class PredictionRecord(Block):
-    gpu: str
-    """GPU type of the trainer's nodes."""
-    engine_gpu: str
-    """GPU type of the engines' nodes."""
-    family: str
-    """Architecture of the model (``model_type`` of its config.json)."""
-    layout: str
-    """Layout of trainer and engines as text: what the same prediction would be made for."""
-    software: dict[str, str] = Field(default_factory=dict)
-    """Library → version for which corrections were selected."""
-    figures: dict[str, PredictedFigure] = Field(default_factory=dict)
-    """Figure → value, before the run measures it."""
-    corrections: dict[str, AppliedCorrection] = Field(default_factory=dict)
-    """Figure → correction by which it was multiplied."""
 
 
 def record_prediction(

@@ -1,5 +1,5 @@
 """The job's resources: nodes, walltime, requeue, chains.
 
 Reading order: nodes → node_checks, gpu_checks, environment_checks → preflight → sums → network → no_proxy → walltime →
-chain → requeue → handoff → measured (predicted against measured figures of the attempt; a faster split of its nodes).
+chain → requeue → handoff → auto_split.
 """

@@ -9,6 +9,7 @@ import pytest
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
+from primerl_hpc.launch.planning.advice import shape_of
 from primerl_hpc.launch.planning.forecast import decide_auto, forecast_plan, refuse_misfit
 from primerl_hpc.plan.assess.case import make_case
 from primerl_hpc.plan.assess.choice import choice_of
@@ -16,7 +17,6 @@ from primerl_hpc.plan.assess.prediction import Prediction, predict
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.predict.shape import known_shape
 from primerl_hpc.plan.types import PhasePlan, Plan
-from primerl_hpc.runtime.job.measured import shape_of
 from tests.unit.plan.assess.test_search import recipe_of
 
 SMALL, EIGHT_B, LARGE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"

@@ -1,26 +1,25 @@
-"""At the end of an attempt, use what it measured: rows of the ledger, and advice on the split of its nodes.
+"""Use what the attempts of a run measured: rows of the ledger, and advice on the split of its nodes.
 
-    await use_measurements(context, may_apply=True)
+    refresh(run)                       # `status`, `report` and `resume`, for the owner of the run
+    python -m primerl_hpc.launch.planning.advice RUN_DIR      # the supervisor, before an attempt with layout.auto_split
 
 Rows for the figures that the plan predicted are written to the run's ledger.jsonl and appended to the user's ledger,
 from which the next plan takes its corrections. A plan without a prediction writes nothing.
 
-The advice is written to control/advice.json and recorded as an event. With ``layout.auto_split`` plan.json is replaced
-by the plan for the advised split, which the next attempt runs; logs/attempt_K/plan.json keeps that of each attempt. The
-number of nodes and components of the job does not change, because the next job may be in the queue already.
-
-Nothing here can fail the run or delay its end: an I/O error is an event, and all of it is given up after `TIMEOUT_S`.
+The advice is written to control/advice.json. As a program, the module replaces plan.json by the plan for the advised
+split and prints ``{"sentence": …}``, or ``{"refused": …}`` with the reason, or ``{}`` if nothing is advised. The number
+of nodes and components of the job does not change, because the next job may be in the queue already.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +27,75 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, PrimerlError
-from primerl_hpc.common.files import write_json
-from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
-from primerl_hpc.common.waiting import in_daemon_thread
+from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.names import MAIN_PHASE, Kind, Role, RunState
+from primerl_hpc.common.node.filesystems import lock_file
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.ledger import LedgerKey
 from primerl_hpc.plan.simulation.advisor import Advice, UnitSplit, advise, measure_sides
-from primerl_hpc.plan.types import BUNDLE_PYTHON, PhasePlan, Plan
+from primerl_hpc.plan.types import BUNDLE_PYTHON, PhasePlan, Plan, load_plan
 from primerl_hpc.run.ledger.measures import Row, compare, metric_rows, steady_rows
 from primerl_hpc.run.ledger.rows import LedgerRow
-from primerl_hpc.run.ledger.store import append_rows, user_ledger
+from primerl_hpc.run.ledger.store import append_rows, read_rows, user_ledger
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.context import RunContext
 
 MIN_STEPS = 3
 """Steps of an attempt without which its rates say nothing: the first one is left out."""
-TIMEOUT_S = 20.0
-"""Time for records and advice together; less than `walltime.RESERVE_S`, in which the job is also requeued."""
 WINDOW = 60
 """Last steps of the attempt from which a split is advised."""
 
 
-async def use_measurements(context: RunContext, *, may_apply: bool = False) -> None:
-    """Record and advise. ``may_apply``: the next attempt may have another plan."""
-    deadline = time.monotonic() + TIMEOUT_S
-    await record_measured(context)
-    await advise_split(context, may_apply=may_apply, timeout_s=deadline - time.monotonic())
+def refresh(run: RunDir) -> None:
+    """Record what ended attempts measured, and write the advice for the newest attempt.
 
-
-async def record_measured(context: RunContext) -> None:
-    """Write the ledger rows of this attempt, if there are any."""
-    if context.plan.prediction is None:
+    Does nothing for a user who cannot write into the run. What cannot be read or written is left out with a warning.
+    """
+    if not os.access(run.control, os.W_OK | os.X_OK):
         return
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            rows = await in_daemon_thread(
-                partial(measured_rows, context.plan, context.run_dir, context.attempt)
-            )
-            for path in (context.run_dir.ledger, user_ledger()):
-                await _append(context, path, rows)
-    except TimeoutError:
-        context.journal.record("ledger_not_written", message=f"no response within {TIMEOUT_S:.0f} s")
-    except OSError as error:
-        message = f"the metrics cannot be read: {error}"
-        context.journal.record("ledger_not_written", message=message)
-
-
-async def _append(context: RunContext, path: Path, rows: list[LedgerRow]) -> None:
+        load_plan(run)
+    except PrimerlError:  # of another version
+        return
     try:
-        await in_daemon_thread(partial(append_rows, path, rows))
-    except OSError as error:
-        context.journal.record("ledger_not_written", message=f"{path}: {error.strerror or error}")
+        record_measured(run)
+        if (advice := newest_advice(run)) is not None and advice != read_json_or_none(run.advice):
+            write_json(run.advice, advice)
+    except (PrimerlError, OSError, ValueError, ArithmeticError) as error:
+        print(f"warning: the measurements of {run.root.name} are not used: {error}", file=sys.stderr)
+
+
+# -- the ledger ------------------------------------------------------------------------------------
+
+
+def record_measured(run: RunDir) -> None:
+    """Write the rows of attempts that have ended and are not in the run's ledger. Raises OSError."""
+    attempts = [attempt for attempt in _ended_attempts(run) if _plan_of(run, attempt).prediction is not None]
+    if not attempts:
+        return
+    with open(run.control / "ledger.lock", "w", encoding="utf-8") as lock:
+        lock_file(
+            lock.fileno(), between_nodes=True
+        )  # without locks, two commands at once may write rows twice
+        known = {row.attempt for row in read_rows(run.ledger, warn=lambda _: None)}
+        for attempt in attempts:
+            if attempt not in known:
+                rows = measured_rows(_plan_of(run, attempt), run, attempt)
+                for path in (run.ledger, user_ledger()):
+                    append_rows(path, rows)
+
+
+def _ended_attempts(run: RunDir) -> list[int]:
+    state = read_json_or_none(run.state) or {}
+    newest = int(state.get("attempt", 0))
+    has_ended = RunState(state.get("state", RunState.UNKNOWN)).is_final
+    return list(range(1, newest + has_ended))
+
+
+def _plan_of(run: RunDir, attempt: int) -> Plan:
+    """Return the plan that an attempt ran."""
+    kept = read_json_or_none(run.attempt_plan(attempt))
+    return load_plan(run) if kept is None else Plan.model_validate(kept)
 
 
 def measured_rows(plan: Plan, run: RunDir, attempt: int) -> list[LedgerRow]:
@@ -110,6 +126,9 @@ def measured_rows(plan: Plan, run: RunDir, attempt: int) -> list[LedgerRow]:
         )
         for comparison in compare(figures, rows)
     ]
+
+
+# -- the split of the nodes ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,50 +246,57 @@ def _with_model(phase: PhasePlan, earlier: tuple[PhasePlan, ...]) -> PhasePlan:
     return phase.model_copy(update={"model_path": path})
 
 
-async def advise_split(context: RunContext, *, may_apply: bool, timeout_s: float = TIMEOUT_S) -> None:
-    """Write the advice for the split of this attempt. ``may_apply``: the next attempt may have another plan."""
-    if shape_of(context.plan) is None:
-        return
+def newest_advice(run: RunDir) -> dict[str, Any] | None:
+    """Return the advice for the newest attempt that measured enough, as JSON; None if there is none."""
+    for attempt in range(int((read_json_or_none(run.state) or {}).get("attempt", 0)), 0, -1):
+        plan, rows = _plan_of(run, attempt), metric_rows(run, attempt)
+        if shape_of(plan) is None:
+            return None
+        if len(rows.get("trainer", ())) > MIN_STEPS:
+            advice = advice_for(plan, _profile_of(run), rows)
+            present = shape_of(load_plan(run))
+            is_applied = advice is not None and present is not None and present.split == advice.best
+            applied = {
+                "attempt": attempt,
+                "is_applied": advice is not None and is_applied and advice.is_advised,
+            }
+            return None if advice is None else {**advice.as_json(), **applied}
+    return None
+
+
+def _profile_of(run: RunDir) -> Profile:
+    return load_profile(str(run.profile), environ={}).profile
+
+
+def apply_advice(run: RunDir) -> dict[str, str]:
+    """Replace plan.json by the plan for the advised split. Returns what the module prints as a program.
+
+    Raises PrimerlError, OSError, ValueError or ArithmeticError if the advice cannot be computed.
+    """
+    plan = load_plan(run)
+    attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0))
+    rows = metric_rows(run, attempt)
+    if shape_of(plan) is None or len(rows.get("trainer", ())) <= MIN_STEPS:
+        return {}
+    profile = _profile_of(run)
+    advice = advice_for(plan, profile, rows)
+    if advice is None or not advice.is_advised:
+        return {}
     try:
-        async with asyncio.timeout(timeout_s):
-            found = await in_daemon_thread(partial(_load_and_advise, context))
-    except (PrimerlError, OSError, TimeoutError, ValueError, ArithmeticError) as error:
-        context.journal.record("advice_failed", message=str(error) or "no result in time")
-        return
-    if found is None:
-        return
-    profile, advice = found
-    is_applied = advice.is_advised and may_apply and context.plan.phases[-1].recipe.layout.auto_split
-    if is_applied:
-        is_applied = _apply(context, profile, advice)
-    value = {
-        **advice.as_json(),
-        "attempt": context.attempt,
-        "is_applied": is_applied,
-        "time": round(time.time(), 3),
-    }
-    context.journal.write(lambda: write_json(context.run_dir.advice, value))
-    context.journal.record("split_advice", message=advice.sentence, applied=is_applied)
-
-
-def _load_and_advise(context: RunContext) -> tuple[Profile, Advice] | None:
-    """Return the profile of the run and the advice; None if the attempt measured too little."""
-    rows = metric_rows(context.run_dir, context.attempt)
-    if len(rows.get("trainer", ())) <= MIN_STEPS:
-        return None
-    profile = load_profile(str(context.run_dir.profile), environ={}).profile
-    advice = advice_for(context.plan, profile, rows)
-    return None if advice is None else (profile, advice)
-
-
-def _apply(context: RunContext, profile: Profile, advice: Advice) -> bool:
-    """Replace plan.json for the next attempt. False if the recipe does not allow the split."""
-    try:
-        plan = replan(context.plan, profile, advice.best)
+        changed = replan(plan, profile, advice.best)
     except PrimerlError as error:
-        context.journal.record("split_refused", message=str(error))
-        return False
-    context.journal.write(
-        lambda: write_json(context.run_dir.plan, plan.model_dump(mode="json")), is_vital=True
-    )
-    return True
+        return {"refused": str(error)}
+    write_json(run.plan, changed.model_dump(mode="json"))
+    return {"sentence": advice.sentence}
+
+
+def main(argv: list[str]) -> int:
+    try:
+        print(json.dumps(apply_advice(RunDir(Path(argv[0])))))
+    except (PrimerlError, OSError, ValueError, ArithmeticError) as error:
+        print(json.dumps({"refused": str(error)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import Role
+from primerl_hpc.launch.planning.advice import advice_for, min_trainer_units, refresh, replan, shape_of
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.simulation.advisor import UnitSplit
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import load_recipe
-from primerl_hpc.runtime.job.measured import advice_for, min_trainer_units, replan, shape_of
+from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.runtime.job.auto_split import apply_advised_split
 from tests.support.rated_split import metrics, speed
 
 NODES = ("layout.inference={nodes: 3, replicas: auto}", "layout.trainer={nodes: 1, ranks: auto}")
@@ -117,3 +123,43 @@ def test_the_memory_of_the_trainers_node_type_limits_the_advice() -> None:
     rows = {"trainer": [{**trainer, "attempt": 1}] * 8, "orchestrator": [{**orchestrator, "attempt": 1}] * 8}
     advice = advice_for(plan, mixed, rows)
     assert advice is not None and advice.best.trainer >= 2
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> RunDir:
+    """A run whose first attempt measured that its trainer needs more nodes."""
+    settings = ("rollouts.batch_size=16", "rollouts.group_size=4", "rollouts.max_in_flight=32")
+    plan = planned(profile(), *NODES, *settings, "rollouts.max_off_policy_steps=2", "layout.auto_split=true")
+    run = RunDir(tmp_path)
+    write_text(run.profile, load_profile("virtual").text)
+    write_json(run.plan, plan.model_dump(mode="json"))
+    write_json(run.state, {"attempt": 1, "state": "running"})
+    for name, row in zip(("trainer", "orchestrator"), metrics(6, 1, speed(6, 1)[2].step_s), strict=True):
+        for step in range(1, 9):
+            append_json(run.metrics(name), {**row, "attempt": 1, "step": step})
+    return run
+
+
+def test_the_advice_is_shown_while_the_run_is_running_and_the_plan_stays(measured: RunDir) -> None:
+    before = measured.plan.read_bytes()
+    refresh(measured)
+    advice = read_json(measured.advice)
+    assert advice["attempt"] == 1 and not advice["is_applied"] and "instead of" in advice["sentence"]
+    assert measured.plan.read_bytes() == before
+
+
+def test_the_supervisor_of_the_next_attempt_runs_the_advised_split(measured: RunDir) -> None:
+    write_json(measured.attempt_plan(1), read_json(measured.plan))  # as the attempt keeps it
+    outcome = asyncio.run(apply_advised_split(measured))
+    assert "instead of" in outcome["sentence"]
+    shape = shape_of(load_plan(measured))
+    assert shape is not None and shape.split.trainer > 1
+    refresh(measured)
+    assert read_json(measured.advice)["is_applied"]
+
+
+def test_a_split_that_cannot_be_computed_leaves_the_plan(measured: RunDir) -> None:
+    measured.profile.unlink()
+    before = measured.plan.read_bytes()
+    assert "profile.yaml" in asyncio.run(apply_advised_split(measured))["refused"]
+    assert measured.plan.read_bytes() == before
