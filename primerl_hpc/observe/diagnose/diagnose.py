@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,17 +27,18 @@ from primerl_hpc.observe.rollouts import warning_sentences
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import TRAINER_ROLE, Snapshot, last_job_output, take_snapshot
 from primerl_hpc.observe.text import format_duration, labeled, wrap
+from primerl_hpc.run.job_chain import is_reused
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.command_lines import accounting_command
+from primerl_hpc.slurm.command_lines import SEPARATOR, accounting_command, is_of
 from primerl_hpc.slurm.commands import ask as ask_slurm
-from primerl_hpc.slurm.jobs import SEPARATOR, JobFact
+from primerl_hpc.slurm.jobs import JobFact
 from primerl_hpc.slurm.reasons import explain_reason
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 """SLURM's state of a job or step in which the kernel's OOM killer ended a process."""
 SLURM_TIMEOUT_S = 5.0
 """Limit for one query, so that a controller that is down does not delay the result."""
-_FIELDS = "JobID,JobName,State,ExitCode,NodeList,Reason"
+_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,NodeList,Reason,Submit"
 FIRST_STEP_S, BLOCKED_LIMIT_S = 600.0, 10.0
 """Time without a first step after which the nodes are searched for blocked processes; limit of this search."""
 SLOW = 5.0
@@ -193,38 +194,44 @@ def _query_accounting(
         return None
     options = ("--parsable2", f"--delimiter={SEPARATOR}", f"--format={_FIELDS}")
     try:
-        return parse_outcome(ask(accounting_command([snapshot.job["job_id"]], *options)), process)
+        text = ask(accounting_command([snapshot.job["job_id"]], *options))
     except SchedulerError:
         return None
+    return parse_outcome(text, snapshot.job, process)
 
 
-def parse_outcome(text: str, process: str | None = None) -> SlurmOutcome | None:
+def parse_outcome(text: str, job: Mapping[str, Any], process: str | None = None) -> SlurmOutcome | None:
     """Parse sacct's output: the record of the job (its last requeue), and the first step that explains its failure.
 
-    ``process``: the process that failed. An out-of-memory step counts only if it is the step of this process.
+    ``job``: content of control/job.json. ``process``: the process that failed. An out-of-memory step counts only if it
+    is the step of this process.
     """
-    job: list[str] | None = None
+    record: list[str] | None = None
     step: list[str] | None = None
     for line in text.splitlines():
-        fields = line.strip(" ").split(SEPARATOR)
-        if len(fields) != 6:
-            continue
+        number, *fields = line.strip(" ").split(SEPARATOR)
+        if len(fields) != 7 or not is_of(str(job["job_id"]), *_without_step(number, fields[0])):
+            continue  # another task of the same array
         if "." not in fields[0]:
-            job, step = fields, None
+            record, step = fields, None
         elif step is None and _explains(fields[1], fields[2].split(" ")[0], process):
             step = fields
-    if job is None:
+    if record is None or is_reused(job, record[1], record[6]):
         return None
-    code, _, signal = job[3].partition(":")
-    reason = "" if job[5] in ("None", "") else job[5]
+    code, _, signal = record[3].partition(":")
+    reason = "" if record[5] in ("None", "") else record[5]
     return SlurmOutcome(
-        job[2].split(" ")[0],
+        record[2].split(" ")[0],
         int(code) if code.isdigit() else None,
         int(signal) if signal.isdigit() and signal != "0" else None,
         reason,
         step[1] if step else None,
         step[2] if step else None,
     )
+
+
+def _without_step(number: str, listed: str) -> tuple[str, str]:
+    return number.partition(".")[0], listed.partition(".")[0]
 
 
 def _explains(step: str, state: str, process: str | None) -> bool:
