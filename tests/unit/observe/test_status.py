@@ -48,6 +48,7 @@ PLAN = {
     "kind": "rl",
     "accelerator": "gpu",
     "accelerators_per_node": 8,
+    "allocated_gpus": 16,
     "nodes": [{"index": 0}, {"index": 1}],
     "phases": [
         {

@@ -380,7 +380,7 @@ def test_at_slurms_warning_no_answer_leaves_the_margin(squeue: Callable[[str], N
     squeue("echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
     asyncio.run(warn(supervisor))
     stop = stop_of(supervisor)
-    assert (stop["left_s"], stop["budget_s"]) == (60, 30)
+    assert (stop["left_s"], stop["limit_s"]) == (60, 30)
     assert read_json(supervisor.run_dir.state)["ends_at"] is not None
 
 
