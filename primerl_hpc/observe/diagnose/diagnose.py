@@ -11,6 +11,7 @@ Reading order: `Diagnosis` → `diagnose` → `_diagnose_ended_run`, `_diagnose_
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from typing import Any
 from primerl_hpc.common.errors import ExitCode, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.diagnose.known_faults import SIGNALS, KnownFault, recognize_fault
+from primerl_hpc.observe.diagnose.advice import advise
+from primerl_hpc.observe.diagnose.known_faults import NO_CHECKPOINT, SIGNALS, KnownFault, recognize_fault
 from primerl_hpc.observe.inside.stacks import collect_stacks
 from primerl_hpc.observe.rollouts import warning_sentences
 from primerl_hpc.observe.status.job_watcher import JobWatcher
@@ -36,6 +38,8 @@ from primerl_hpc.slurm.reasons import explain_reason
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 """SLURM's state of a job or step in which the kernel's OOM killer ended a process."""
+OWN_CODES = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED)
+"""Exit codes of a job whose run ended as it was asked to."""
 SLURM_TIMEOUT_S = 5.0
 """Limit for one query, so that a controller that is down does not delay the result."""
 _FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,NodeList,Reason,Submit"
@@ -126,14 +130,6 @@ def diagnose(run: RunDir, ask: Callable[[list[str]], str] | None = None) -> Diag
     return replace(found, slurm_trouble=jobs.trouble, blocked=blocked)
 
 
-def can_retry(failure: dict[str, Any] | None, known: KnownFault | None = None) -> bool:
-    """Return False for failures that recur with the same recipe: errors in the configuration or the data."""
-    code = (failure or {}).get("exit_code")
-    if code in (ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_CONTINUE, ExitCode.USAGE):
-        return False
-    return known is None or known.retry != "with another recipe"
-
-
 # -- ended runs ------------------------------------------------------------------------------------
 
 
@@ -141,19 +137,10 @@ def _diagnose_ended_run(snapshot: Snapshot, ask: Callable[[list[str]], str]) -> 
     failure = _latest_failure(snapshot)
     slurm = _query_accounting(snapshot, ask, (failure or {}).get("process"))
     known = _find_known_fault(snapshot, failure, slurm)
-    saved = snapshot.run.latest_checkpoint()
-    after = f"after step {saved}" if saved else "from the beginning"
-    resume, resubmit = f"primerl-hpc resume {shlex.quote(snapshot.name)}", _submit_command(snapshot.run)
-    if snapshot.state != RunState.FAILED:
-        advice = f"nothing failed; resume continues {after}"
-        return Diagnosis(snapshot, failure, None, slurm, None, True, advice, resume)
-    if not can_retry(failure, known):
-        advice = "the same recipe would fail again: fix the cause, then submit the run again"
-        return Diagnosis(snapshot, failure, known, slurm, None, False, advice, resubmit)
-    condition = "after a fix, " if known and known.retry == "after a fix" else ""
-    return Diagnosis(
-        snapshot, failure, known, slurm, None, True, f"{condition}resume continues {after}", resume
-    )
+    if snapshot.state != RunState.FAILED and slurm is not None and slurm.exit_code in OWN_CODES:
+        slurm = None  # SLURM calls every exit code except 0 a failure
+    can_retry, sentence, command = advise(snapshot.run, snapshot.state, failure, known)
+    return Diagnosis(snapshot, failure, known, slurm, None, can_retry, sentence, command)
 
 
 def _latest_failure(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -170,21 +157,14 @@ def _find_known_fault(
     If a signal ended the process, SLURM's state comes first: it is the cause, and the exit its consequence.
     """
     if snapshot.state != RunState.FAILED:
-        return None
+        is_early = re.search(NO_CHECKPOINT, snapshot.message or "") is not None
+        return recognize_fault(snapshot.message or "") if is_early else None
     from_slurm = recognize_fault(f"{slurm.state} {slurm.step_state or ''}" if slurm else "")
     if from_slurm is not None and (failure is None or failure.get("signal")):
         return from_slurm
     if failure is None:
         return recognize_fault(f"{snapshot.message or ''}\n{last_job_output(snapshot.run) or ''}")
     return recognize_fault(str(failure.get("message")), failure.get("last_lines", [])) or from_slurm
-
-
-def _submit_command(run: RunDir) -> str:
-    """Return the command line that submitted this run."""
-    command = (read_json_or_none(run.provenance) or {}).get("command") or []
-    if "submit" not in command:
-        return "primerl-hpc submit RECIPE --profile PROFILE"
-    return shlex.join(["primerl-hpc", *command[command.index("submit") :]])
 
 
 def _query_accounting(

@@ -20,7 +20,7 @@ from primerl_hpc.slurm.commands import ANSWER_S, PATIENCE_S, ask, printable, ret
 from primerl_hpc.slurm.jobs import find_facts
 from primerl_hpc.slurm.sbatch import RefusedError, submit_once
 
-NO_PROGRESS = "ended before a new checkpoint: another attempt would end the same way"
+NO_PROGRESS = "ended before a new checkpoint, which ends the chain"
 _FINAL_CODES = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE)
 """Exit codes of faults that would recur in the next job."""
 

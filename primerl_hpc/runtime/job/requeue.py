@@ -56,7 +56,7 @@ def decide_continuation(
         return Continuation.ended()
     if not progressed:
         return Continuation.ended(
-            "the walltime ended before a new checkpoint: another attempt would end the same way"
+            "the walltime ended before a new checkpoint: another attempt of this length would end the same way"
         )
     return Continuation.automatic()
 

@@ -5,6 +5,7 @@ exact.
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from primerl_hpc.observe.diagnose.known_faults import FAULT_PATTERNS, recognize_
 from primerl_hpc.observe.follow.summary import print_summary
 from primerl_hpc.recipe.explain import explain
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import UnansweredError
 from primerl_hpc.slurm.reasons import explain_reason
@@ -184,6 +186,7 @@ def run(tmp_path: Path) -> RunDir:
     )
     append_json(run.metrics("trainer"), {"step": 23, "time": then, "attempt": 2, "time/step": 30.0})
     run.finish_checkpoint_side(20, "trainer", ("trainer",))
+    register_run(run)
     return run
 
 
@@ -229,9 +232,11 @@ def test_a_crash_names_process_node_and_exit_code_and_resumes_after_the_checkpoi
 def test_a_configuration_error_is_not_retried_but_submitted_again(run: RunDir) -> None:
     fail(run, exit_code=int(ExitCode.CONFIG), message="engine arguments: no such option")
     found, text = look(run)
-    assert found.can_retry is False
-    assert found.next_command == "primerl-hpc submit 'my recipe.yaml' -p h100x64"
-    assert "exit code 78 (config)" in text
+    again = "primerl-hpc submit 'my recipe.yaml' -p h100x64"
+    assert found.can_retry is False and "exit code 78 (config)" in text
+    assert found.next_command == f"{again} --set checkpoint.fork.run={run.root}"
+    shutil.rmtree(run.checkpoint(20))
+    assert look(run)[0].next_command == again
 
 
 @pytest.mark.parametrize(
