@@ -28,10 +28,11 @@ EPILOG = make_epilog(
 )
 @json_option
 def command(run: str, name: str | None, as_json: bool) -> int:
-    """Print the Python and native stacks of every process of RUN, from all of its nodes, within 15 s.
+    """Print the Python stacks of every process of RUN, from all of its nodes, within 15 s.
 
-    Stacks come from py-spy (pip install py-spy). Without it, Python stacks are written to the logs of the processes.
-    Processes that are blocked in the kernel are shown with the kernel function and the file.
+    The run continues meanwhile: no process is stopped. Stacks come from py-spy (pip install py-spy). Without it, they
+    are written to the logs of the processes. Processes that are blocked in the kernel are shown with the kernel
+    function and the file.
     """
     from primerl_hpc.observe.inside.stacks import collect_stacks
     from primerl_hpc.run.registry import find_run

@@ -5,6 +5,7 @@ Commands of users print sentences to stderr with `notice`.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import logging
@@ -13,10 +14,14 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 
 from primerl_hpc.common import env
 
 _COMMAND = re.compile(r"primerl-hpc( [^\s;,()]+)+")
+STACKS_THREAD = "primerl-stacks"
+"""Name in /proc (at most 15 bytes) of the thread that prints the stacks of its process when it receives SIGUSR2."""
+_PR_SET_NAME = 15
 FORMAT, TIME = "%(asctime)s %(name)s %(levelname)s %(message)s", "%H:%M:%S"
 
 
@@ -53,8 +58,23 @@ def change_logging(level: str, *, verifiers: str, is_json: bool, least: int = lo
 
 
 def dump_stacks_on_signal() -> None:
-    """Print the Python stacks of all threads to stderr on SIGUSR2, even if the interpreter hangs in a call."""
+    """Print the Python stacks of all threads to stderr on SIGUSR2.
+
+    Sent to the thread `STACKS_THREAD`, the signal cannot harm the process: that thread prints while it holds the
+    interpreter lock, and no other thread is interrupted. Sent to the process, it works even if a call that holds the
+    lock hangs, but the handler may crash the process, so only a process that is about to be killed receives it.
+    """
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    threading.Thread(target=_print_stacks_on_request, name=STACKS_THREAD, daemon=True).start()
+
+
+def _print_stacks_on_request() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    # the name comes last: a thread that has it accepts the signal
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, STACKS_THREAD.encode(), 0, 0, 0)
+    while True:
+        signal.sigwait({signal.SIGUSR2})
+        faulthandler.dump_traceback(all_threads=True)
 
 
 def notice(sentence: str) -> None:

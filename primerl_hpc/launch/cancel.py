@@ -35,7 +35,9 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
     state = snapshot.state
     if state.is_final or state == RunState.UNKNOWN:
         return state
-    if state in (RunState.SUBMITTED, RunState.PENDING):
+    if (
+        state in (RunState.SUBMITTED, RunState.PENDING) and "here" not in snapshot.job
+    ):  # that job is the user's
         _drop_links(run, after=snapshot.job)
         _drop_job(snapshot.job)
         earlier, job = read_json_or_none(run.state) or {}, read_json_or_none(run.job) or {}

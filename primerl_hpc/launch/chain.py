@@ -24,7 +24,7 @@ from primerl_hpc.launch.executor import submit_script
 from primerl_hpc.plan.types import Plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.command_lines import cancel_command, release_command
-from primerl_hpc.slurm.commands import UnansweredError, retry_ask
+from primerl_hpc.slurm.commands import UnansweredError, UnknownJobError, retry_ask
 
 MOST_LINKS = 100
 PATIENCE_S = 120.0
@@ -166,6 +166,8 @@ def _insist(command: list[str]) -> None:
         retry_ask(command, limit_s=PATIENCE_S, before_pause=_report_retry)
     except UnansweredError:
         raise
+    except UnknownJobError:
+        return  # it has ended
     except SchedulerError as error:
         if not _DONE_BEFORE.search(error.cause):
             raise

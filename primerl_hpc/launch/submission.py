@@ -39,7 +39,7 @@ from primerl_hpc.launch.planning.forecast import (
     hub_variables,
     refuse_misfit,
 )
-from primerl_hpc.launch.planning.hour_budget import hours_warning, with_budget
+from primerl_hpc.launch.planning.hour_budget import check_new_budget, hours_warning, with_budget
 from primerl_hpc.launch.planning.model_config import check_positions, refuse_untrainable
 from primerl_hpc.launch.prefetch.check import check_needs, check_packages, package_needs, prefetch_command
 from primerl_hpc.launch.prefetch.packages import package_records
@@ -284,6 +284,7 @@ def check(
     check_token_ids(recipe, hub_variables(recipe, profile.profile))
     if submission.forecast is not None:
         check_forecast(submission.forecast)
+    check_new_budget(plan)
     if warning := hours_warning(plan, submission.forecast):
         notice(f"warning: {warning}")
     check_software(plan, loaded.document)

@@ -45,6 +45,7 @@ from primerl_hpc.plan.types import DEFAULT_ASK_EVERY_S, Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema.after import After
 from primerl_hpc.run.access.ownership import check_may_change, check_own
+from primerl_hpc.run.job_chain import jobs_of
 from primerl_hpc.run.lock import is_owner_alive, is_owner_over
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
@@ -304,7 +305,7 @@ def check_not_running(run: RunDir) -> None:
     written = state.get("state")
     has_ended = is_from_latest_job(state, job) and written in set(RunState) and RunState(written).is_final
     has_ended = has_ended or "here" in job  # the allocation remains after the run
-    for link in job.get("links") or ([job["job_id"]] if "job_id" in job else []):
+    for link in jobs_of(job):
         if (activity := _activity(facts.get(link), has_ended=has_ended)) is not None:
             raise OccupiedError(
                 f"job {link} of this run {activity}",
@@ -337,6 +338,7 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     # written before the job can start: the attempt's number distinguishes its state from an earlier one's
     attempt = int((read_json_or_none(run.state) or {}).get("attempt", 0)) + 1
     facts = {"attempt": attempt, "submitted": round(time.time(), 3), "earlier": _earlier_jobs(run)}
+    facts |= {} if chain.is_here or plan.scheduler == "local" else {"name": plan.name}
     if plan.ask_every_s > DEFAULT_ASK_EVERY_S:
         facts["ask_every_s"] = plan.ask_every_s  # views must observe it too
     run.stop_request.unlink(missing_ok=True)  # a request of an earlier attempt
@@ -376,4 +378,4 @@ def _after_jobs(run: RunDir) -> list[str]:
 
 def _earlier_jobs(run: RunDir) -> list[str]:
     job = read_json_or_none(run.job) or {}
-    return [*job.get("earlier", ()), *(job.get("links") or [job["job_id"]])] if job else []
+    return [*job.get("earlier", ()), *jobs_of(job)]

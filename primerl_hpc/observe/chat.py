@@ -26,12 +26,11 @@ import httpx
 from primerl_hpc.common.errors import DataError, NotFoundError, RoleError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.observe.inside.steps import mpi_option
+from primerl_hpc.observe.inside.steps import find_places, python_path, step_command, step_environ
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.access.keys import OwnServer, own_server
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
-from primerl_hpc.slurm.command_lines import srun_command
 
 CONNECT_S = 10.0
 
@@ -163,26 +162,22 @@ def router_node_command(run: RunDir, words: Sequence[str], *, is_terminal: bool)
     """Return the srun command that runs ``primerl_hpc`` with ``words`` on the router's node, or None if it is not
     needed.
 
-    The router of a single-node run listens on the loopback interface only, so srun starts a step on that node.
+    The router of a single-node run listens on the loopback interface only, so srun starts a step on that node. Raises
+    NotFoundError if the run has no processes any more.
     """
     if (router := _router_of(run)) is None:
         return None
     host = router.endpoint["host"]
     if urlparse(router.url).hostname != "127.0.0.1" or host == socket.gethostname():
         return None
-    job = (read_json_or_none(run.state) or {}).get("job_id")
-    if job is None:
-        return None
-    placement = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.split('.')[0]}"]
-    terminal = ["--pty"] if is_terminal else []
-    options = [f"--jobid={job}", "--quiet", *placement, *mpi_option(run), *terminal]
-    return srun_command(options, [sys.executable, "-m", "primerl_hpc", *words])
+    command = [sys.executable, "-m", "primerl_hpc", *words]
+    return step_command(find_places(run, node=host)[0], command, name="chat", is_terminal=is_terminal)
 
 
 def exec_on_router_node(command: Sequence[str]) -> None:
     """Replace this process with ``command``. Raises RoleError if srun is not installed here."""
     try:
-        os.execvp(command[0], list(command))
+        os.execvpe(command[0], list(command), step_environ(PYTHONPATH=python_path()))
     except FileNotFoundError:
         raise RoleError(
             "this run listens on its own node only, and srun was not found on this machine",

@@ -6,11 +6,15 @@ components follow in the order of their first nodes. A job whose nodes are all o
 
 from __future__ import annotations
 
+import re
+
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.split import NodeSplit
 from primerl_hpc.plan.types import ComponentPlan
+
+_GPUS = re.compile(r"gpu(?::[A-Za-z][^:]*)?(?::(\d+))?")
 
 
 def plan_components(layout: NodeSplit, profile: Profile) -> tuple[ComponentPlan, ...]:
@@ -39,6 +43,21 @@ def node_of(layout: NodeSplit, profile: Profile, index: int) -> Node:
         assert profile.cpu_partition is not None  # checked by the planner
         return Node(gpus=0, cores=profile.cpu_partition.cores)
     return Pools(profile).by_type[layout.node_types[index]].node
+
+
+def allocated_gpus(components: tuple[ComponentPlan, ...], profile: Profile) -> int:
+    """Return the GPUs that SLURM allocates to the job: those of the nodes, or else those among the generic resources
+    that the profile requests (``gpu:8``, ``gpu:h100:8``)."""
+    total = 0
+    for component in components:
+        if component.is_cpu:
+            continue
+        named = profile.node_types.get(component.node_type or "")
+        resources = profile.scheduler.gres if named is None else named.gres
+        gres = sum(int(match[1] or 1) for name in resources if (match := _GPUS.fullmatch(name)))
+        gpus = Pools(profile).by_type[component.node_type].node.gpus or gres
+        total += gpus * (len(component.nodes) + component.spare_nodes)
+    return total
 
 
 def gpus_to_check(component: ComponentPlan, profile: Profile) -> int:

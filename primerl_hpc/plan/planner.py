@@ -20,7 +20,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE, WARMUP_PHASE, Kind, Role, process_name
 from primerl_hpc.plan.assess.settle import settle_auto
-from primerl_hpc.plan.components import node_of, plan_components
+from primerl_hpc.plan.components import allocated_gpus, node_of, plan_components
 from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.degrees import resolve_degrees
 from primerl_hpc.plan.env import inherited_env, kept_env, process_env, readers_env
@@ -93,6 +93,7 @@ def compile_plan(
         nodes=_nodes(phases, layout),
         components=() if len(components) == 1 and components[0].node_type is None else components,
         spare_nodes=sum(component.spare_nodes for component in components),
+        allocated_gpus=allocated_gpus(components, profile),
         signal_margin_s=profile.scheduler.signal_margin_s if profile.scheduler.type == "slurm" else None,
         preflight=phases_preflight(phases, profile, python, components),
         step_memory=profile.scheduler.step_memory,

@@ -284,6 +284,8 @@ class Plan(Block):
     ``node``."""
     spare_nodes: int = 0
     """Number of nodes requested in addition to ``nodes``, to replace bad and lost ones."""
+    allocated_gpus: int = 0
+    """GPUs that SLURM allocates to the job, with those of spare nodes, also if no process uses them."""
     signal_margin_s: int | None = None
     """Latest time before the end of the walltime, in seconds, at which the run must save; None without SLURM."""
     preflight: PreflightPlan | None = None
@@ -316,6 +318,10 @@ class Plan(Block):
     @property
     def is_heterogeneous(self) -> bool:
         return len(self.components) > 1
+
+    @property
+    def allocated_nodes(self) -> int:
+        return len(self.nodes) + self.spare_nodes
 
     @property
     def all_components(self) -> tuple[ComponentPlan, ...]:

@@ -1,13 +1,15 @@
 """The chain of jobs that execute one run one after another, as listed in control/job.json.
 
-    {"scheduler": "slurm", "job_id": "12", "attempt": 1, "links": ["12", "13", "14"], "earlier": ["7"]}
+    {"scheduler": "slurm", "job_id": "12", "name": "toy-001", "submitted": 1767225600.0, "attempt": 1,
+     "links": ["12", "13", "14"], "earlier": ["7"]}
 
     {…, "after": {"export": {"job_id": "15", "to": "/models/x"},
                   "evaluation": {"job_id": "16", "run_dir": "/runs/x-evaluation"}}}
 
-``job_id`` is the first job of the last submission, ``links`` are all of its jobs (absent: a single job), ``earlier``
-are jobs of previous submissions, and ``after`` are the jobs that start when the run is done. With ``"until_done":
-true`` each link queues the next one. The submitter writes the file; a supervisor that queues a link adds its id.
+``job_id`` is the first job of the last submission, ``links`` are all of its jobs (absent: a single job), ``name`` is
+their name in SLURM, ``earlier`` are jobs of previous submissions, and ``after`` are the jobs that start when the run is
+done. With ``"until_done": true`` each link queues the next one. The submitter writes the file; a supervisor that queues
+a link adds its id.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from primerl_hpc.slurm.jobs import JobFact
+from primerl_hpc.slurm.jobs import JobFact, epoch_s
+
+REUSED_AFTER_S = 3600.0
+"""A job that SLURM received this long after the submission is another one, unless its name is the same: clocks and time
+zones of machines differ by less, and a requeue counts as a submission."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,24 @@ def chain_of(job: Mapping[str, Any]) -> JobChain | None:
     return JobChain(links, bool(job.get("until_done"))) if links else None
 
 
+def jobs_of(job: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the jobs of the last submission in the content of control/job.json."""
+    chain = chain_of(job)
+    return chain.links if chain is not None else (str(job["job_id"]),) if "job_id" in job else ()
+
+
+def is_reused(job: Mapping[str, Any], name: str, submitted: str) -> bool:
+    """True if SLURM gave the number of this run's job to a later one: it counts from the start after its limit, and on
+    a new or another cluster.
+
+    ``job``: content of control/job.json. ``name``, ``submitted`` (ISO time): what SLURM reports about the number.
+    """
+    received = epoch_s(submitted)
+    if received is None or received < float(job.get("submitted", received)) + REUSED_AFTER_S:
+        return False
+    return "here" in job or name != job.get("name", name)  # the allocation of `--here` is older than the run
+
+
 def current_job(job: Mapping[str, Any], state: Mapping[str, Any], facts: Mapping[str, JobFact]) -> str | None:
     """Return the current or next job of the run: the first link that has not ended, from the writer of ``state`` on.
 
@@ -52,10 +76,8 @@ def current_job(job: Mapping[str, Any], state: Mapping[str, Any], facts: Mapping
     if chain is None:
         return str(job["job_id"]) if job.get("job_id") is not None else None
     links = open_links(chain, job, state)
-    is_over = {
-        link for link in links if link in facts and (facts[link].has_ended or facts[link].is_forgotten)
-    }
-    return next((link for link in links if link not in is_over), links[0])
+    open_ones = (link for link in links if link not in facts or not facts[link].is_over)
+    return next(open_ones, links[0])
 
 
 def open_links(chain: JobChain, job: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[str, ...]:

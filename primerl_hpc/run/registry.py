@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.errors import NotFoundError
+from primerl_hpc.common.errors import NotFoundError, OccupiedError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.run.access.ownership import check_may_enter
 from primerl_hpc.run.rundir import RunDir
@@ -138,6 +139,15 @@ def find_run(word: str | None) -> RunDir:
         names = ", ".join(str(run.path) for run in matching[:4])
         raise NotFoundError(f"'{word}' matches {len(matching)} runs: {names}", hint="give the path of one")
     return RunDir(matching[0].path)
+
+
+def word_for(run: RunDir) -> str:
+    """Return a word for a command line with which `find_run` finds this run: its name, or else its path, quoted."""
+    try:
+        is_found = find_run(run.root.name).root == run.root
+    except (NotFoundError, OccupiedError):
+        is_found = False
+    return shlex.quote(run.root.name if is_found else str(run.root))
 
 
 def _from_entry(key: str, entry: dict[str, Any]) -> RegisteredRun:

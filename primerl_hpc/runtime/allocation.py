@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.plan.types import Plan
-from primerl_hpc.slurm.command_lines import queue_command, topology_command
+from primerl_hpc.slurm.command_lines import queue_command, rows_of, topology_command
 from primerl_hpc.slurm.commands import retry_slurm, run_slurm
 from primerl_hpc.slurm.topology import by_switch, parse_topology
 
@@ -220,11 +220,11 @@ async def components_started_together(allocation: Allocation) -> bool:
     if not allocation.groups:
         return True
     reply = await retry_slurm(
-        *queue_command(allocation.job_id, "%S %V"),
+        *queue_command(allocation.job_id, "%S", "%V"),
         environment={"SLURM_TIME_FORMAT": "%s"},
     )
-    fields = reply.output.split() if reply.code == 0 else []
-    starts, submits = fields[::2], fields[1::2]
-    if not all(field.isdigit() for field in fields):
+    rows = rows_of(allocation.job_id, reply.output, 2) if reply.code == 0 else []
+    if not all(time.isdigit() for row in rows for time in row):
         return True  # squeue returned no timestamps: unknown
-    return min(map(int, starts), default=0) >= max(map(int, submits), default=0)
+    starts, submits = ([int(row[column]) for row in rows] for column in (0, 1))
+    return min(starts, default=0) >= max(submits, default=0)

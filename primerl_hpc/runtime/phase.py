@@ -38,9 +38,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-TERM_BUDGET_S = 20.0
+TERM_LIMIT_S = 20.0
 """A scheduler sends SIGKILL after its KillWait (30 s by default) from SIGTERM; a save must fit into this."""
-STOP_BUDGET_S = 600.0
+STOP_LIMIT_S = 600.0
 """A requested stop that takes longer, and longer than step and save are known to take, ends without a save."""
 HANG_CHECK_S = 1.0
 """Interval between checks for hangs, each of which reads files of the run directory."""
@@ -351,18 +351,18 @@ class PhaseRun:
             self.abort_immediately = True
         else:
             self.is_terminated = True
-            self._request_stop(signal.Signals(number).name, TERM_BUDGET_S)
+            self._request_stop(signal.Signals(number).name, TERM_LIMIT_S)
 
-    def _request_stop(self, reason: str, budget_s: float = math.inf) -> None:
+    def _request_stop(self, reason: str, limit_s: float = math.inf) -> None:
         if self.stop_deadline is None:
             self.context.stop.request(reason)
-        self._begin_stop(reason, budget_s)
+        self._begin_stop(reason, limit_s)
 
     def _check_stop(self, request: dict[str, Any] | None) -> PhaseEnd | None:
         """``request``: control/stop, if it exists."""
         is_requested, request = request is not None, request or {}
         if is_requested and self.stop_deadline is None:
-            self._begin_stop(request.get("reason"), max(STOP_BUDGET_S, self.walltime.deadline.need_s))
+            self._begin_stop(request.get("reason"), max(STOP_LIMIT_S, self.walltime.deadline.need_s))
         if self.abort_immediately or request.get("now"):
             return PhaseEnd.ABANDONED
         can_save = any(process.plan.role in (Role.TRAINER, Role.SFT) for process in self.processes.values())
@@ -375,17 +375,17 @@ class PhaseRun:
             return PhaseEnd.ABANDONED
         return None
 
-    def _begin_stop(self, reason: str | None, budget_s: float) -> None:
-        """Give the save ``budget_s``, but not the time that the end of the job needs."""
-        budget_s = min(budget_s, max(TERM_BUDGET_S, self.context.clock.seconds_left() - RESERVE_S))
-        budget_s = budget_s if math.isfinite(budget_s) else STOP_BUDGET_S
-        deadline = time.monotonic() + budget_s
+    def _begin_stop(self, reason: str | None, limit_s: float) -> None:
+        """Give the save ``limit_s``, but not the time that the end of the job needs."""
+        limit_s = min(limit_s, max(TERM_LIMIT_S, self.context.clock.seconds_left() - RESERVE_S))
+        limit_s = limit_s if math.isfinite(limit_s) else STOP_LIMIT_S
+        deadline = time.monotonic() + limit_s
         if self.stop_deadline is not None:
             self.stop_deadline = min(self.stop_deadline, deadline)
             return
         self.stop_deadline = deadline
         self.journal.set_state(RunState.STOPPING)
-        details = {"reason": reason, "budget_s": round(budget_s), **self.walltime.as_details()}
+        details = {"reason": reason, "limit_s": round(limit_s), **self.walltime.as_details()}
         self.journal.record("stop_requested", **details)
 
     def _is_recovering(self) -> bool:

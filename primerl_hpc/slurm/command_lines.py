@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+SEPARATOR = "\x1f"
+"""Between the fields of squeue and sacct."""
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 """The commands that submission, runs and their views need on a machine."""
 
@@ -31,9 +33,37 @@ def update_command(job: str, setting: str) -> list[str]:
     return ["scontrol", "update", f"JobId={job}", setting]
 
 
-def queue_command(job: str, fields: str) -> list[str]:
-    """Return the squeue command for one job; a heterogeneous job has one line for each component."""
-    return ["squeue", "--noheader", f"--jobs={job}", f"--format={fields}"]
+def queue_command(job: str, *fields: str) -> list[str]:
+    """Return the squeue command for one job; `rows_of` parses its output."""
+    return ["squeue", "--noheader", f"--jobs={job}", f"--format={SEPARATOR.join(('%A', '%i', *fields))}"]
+
+
+def rows_of(job: str, text: str, width: int) -> list[list[str]]:
+    """Return the ``width`` fields that `queue_command` requested, a row for each component of a heterogeneous job.
+
+    The number of a job array lists all of its tasks, and is also the own number of one of them; a site's wrapper may
+    print notices.
+    """
+    rows = [line.strip(" ").split(SEPARATOR) for line in text.splitlines()]
+    return [row[2:] for row in rows if len(row) == 2 + width and is_of(job, row[0], row[1])]
+
+
+def is_of(job: str, number: str, listed: str) -> bool:
+    """True if a row belongs to ``job``, or is a component of it.
+
+    ``number``: the job's own number (squeue %A, sacct JobIDRaw), which SLURM_JOB_ID contains too. ``listed``: the form
+    for users (%i, JobID): ``1_3`` for task 3 of array 1, ``7+1`` for component 1 of the heterogeneous job 7.
+    """
+    return job == number or job == listed.partition("+")[0]
+
+
+def task_name(job: str, environ: Mapping[str, str]) -> str:
+    """Return how commands that change a job name that of this process and no other: ``1_4`` for the task of an array.
+
+    For them the number of an array means all of its tasks, one of which has it as its own number.
+    """
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task and environ.get("SLURM_JOB_ID") == job else job
 
 
 def hostnames_command(nodelist: str) -> list[str]:

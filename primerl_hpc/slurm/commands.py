@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.waiting import Backoff, retry, retry_async
-from primerl_hpc.slurm.command_lines import queue_command
+from primerl_hpc.slurm.command_lines import queue_command, rows_of
 
 COMMAND_TIMEOUT_S = 30.0
 """Time limit of one command on a login node."""
@@ -54,6 +54,10 @@ UNANSWERED = re.compile(
 
 class UnansweredError(SchedulerError):
     """SLURM did not answer. It may have executed the request: a job that was submitted may be queued."""
+
+
+class UnknownJobError(SchedulerError):
+    """SLURM's controller does not know a job of this number: it has ended, some time ago."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,9 @@ async def seconds_left(job_id: str) -> float | None:
     Without an answer of squeue, SLURM_JOB_END_TIME is used (set since 23.02): the end that was planned at the start.
     """
     reply = await run_slurm(*queue_command(job_id, "%L"))
-    if reply.code == 0:  # one line for each component; a wrapper of the site may print a notice above them
-        times = [left for line in reply.output.split("\n") if (left := parse_time_left(line)) is not None]
+    if reply.code == 0:  # one row for each component
+        rows = rows_of(job_id, reply.output, 1)
+        times = [left for (text,) in rows if (left := parse_time_left(text)) is not None]
         return times[0] if times else None
     end = os.environ.get("SLURM_JOB_END_TIME")
     return float(end) - time.time() if end else None
@@ -161,9 +166,10 @@ def parse_time_left(text: str) -> float | None:
 
 
 def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Return the output of a query or command. A job id that SLURM does not know is not an error.
+    """Return the output of a query or command.
 
-    Raises SchedulerError if the command is missing or refused, UnansweredError if SLURM does not answer.
+    Raises SchedulerError if the command is missing or refused, UnansweredError if SLURM does not answer,
+    UnknownJobError if it does not know the job.
     """
     if shutil.which(command[0]) is None:
         raise SchedulerError(
@@ -174,10 +180,11 @@ def ask(command: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         raise UnansweredError(f"{command[0]} did not answer within {timeout_s:.0f} s")
     if reply.code and NO_ADDRESS.search(reply.errors):
         raise no_address(command[0])
-    is_unanswered = UNANSWERED.search(reply.errors) is not None
-    if reply.code and (is_unanswered or "Invalid job id" not in reply.errors):
+    if reply.code:
+        is_unknown = "Invalid job id" in reply.errors
+        error = UnknownJobError if is_unknown else SchedulerError
+        error = UnansweredError if UNANSWERED.search(reply.errors) else error
         lines = reply.errors.strip().splitlines()
-        error = UnansweredError if is_unanswered else SchedulerError
         raise error(f"{command[0]}: {lines[-1] if lines else f'exit code {reply.code}'}")
     return reply.output
 

@@ -10,6 +10,7 @@ queried for a job of this file: the file's name is unique, and SLURM records the
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -23,17 +24,19 @@ from pathlib import Path
 from primerl_hpc.common.errors import ConfigError, SchedulerError
 from primerl_hpc.common.waiting import Backoff, retry
 from primerl_hpc.slurm import commands
+from primerl_hpc.slurm.command_lines import SEPARATOR
 from primerl_hpc.slurm.commands import (
     COMMAND_TIMEOUT_S,
     NO_ANSWER,
     UNANSWERED,
     SlurmReply,
     UnansweredError,
+    UnknownJobError,
     ask,
     printable,
     run_blocking,
 )
-from primerl_hpc.slurm.jobs import SEPARATOR
+from primerl_hpc.slurm.jobs import is_leader
 
 _JOB = re.compile(r"Submitted batch job (?P<id>\d+)(?: on cluster (?P<cluster>\S+))?")
 _SITE_DEFAULTS = {
@@ -274,7 +277,8 @@ class _Submission:
             for other in find_jobs(self.script, limit_s):
                 if other != job:
                     self.report(f"an earlier sbatch had succeeded: cancelling its job {other}")
-                    ask(["scancel", other], limit_s)
+                    with contextlib.suppress(UnknownJobError):
+                        ask(["scancel", other], limit_s)
         except SchedulerError as error:
             self.report(f"cannot check for a job of an earlier sbatch: {error}")
         return job
@@ -282,10 +286,9 @@ class _Submission:
 
 def find_jobs(script: Path, timeout_s: float = COMMAND_TIMEOUT_S) -> list[str]:
     """Return the ids of the user's jobs that were submitted from this file, oldest first. Raises SchedulerError."""
-    fields = f"%F{SEPARATOR}%o"
+    fields = SEPARATOR.join(("%A", "%i", "%o"))
     queue = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--format={fields}"]
-    rows = [line.partition(SEPARATOR) for line in ask(queue, timeout_s).splitlines()]
-    found = {job for job, _, command in rows if script.name in command and job.isdigit()}
+    found = _submitted_as(script, ask(queue, timeout_s))
     if not found:
         found = _in_accounting(script, timeout_s)
     return sorted(found, key=int)
@@ -295,11 +298,17 @@ def _in_accounting(script: Path, timeout_s: float) -> set[str]:
     """Return jobs so short that squeue no longer lists them; none without accounting or before SLURM 21.08."""
     query = ["sacct", "--noheader", "--allocations", "--parsable2", f"--delimiter={SEPARATOR}"]
     try:
-        output = ask([*query, "--starttime=now-1hours", "--format=JobIDRaw,SubmitLine"], timeout_s)
+        output = ask([*query, "--starttime=now-1hours", "--format=JobIDRaw,JobID,SubmitLine"], timeout_s)
     except SchedulerError:
         return set()
-    rows = [line.partition(SEPARATOR) for line in output.splitlines()]
-    return {job for job, _, command in rows if script.name in command and job.isdigit()}
+    return _submitted_as(script, output)
+
+
+def _submitted_as(script: Path, text: str) -> set[str]:
+    """Return the jobs of this script: rows of own number, number for users and command. Components are not jobs."""
+    rows = [line.split(SEPARATOR, maxsplit=2) for line in text.splitlines()]
+    jobs = [row for row in rows if len(row) == 3 and script.name in row[2] and is_leader(row[1])]
+    return {number for number, *_ in jobs if number.isdigit()}
 
 
 def _in_line(reply: SlurmReply) -> str:

@@ -158,12 +158,13 @@ class StepProfiler:
                 self._end(self._profile)
 
     def find_request(self) -> dict[str, Any] | None:
-        """Return the request in the run directory if it is new. ``ranks`` is empty if an earlier attempt served it."""
+        """Return the request in the run directory if it is new. ``ranks`` is empty if an earlier attempt began it: a
+        trace that ended its trainer, e.g. for lack of memory, is not repeated."""
         request = read_json_or_none(self.run.profile_request)
         if request is None or not _is_request(request) or request["id"] == self._seen:
             return None
         name, ranks = request["id"], request["ranks"]
-        is_old = any(is_there(self.run.profile_trace(name, rank)) for rank in ranks)
+        is_old = any(is_there(self.run.profile_trace(name, rank).parent) for rank in ranks)
         return {"id": name, "steps": request["steps"], "ranks": [] if is_old else ranks}
 
     def accept(self, request: dict[str, Any] | None) -> None:
@@ -176,18 +177,24 @@ class StepProfiler:
 
     def _begin(self) -> None:
         self._is_requested = False
+        folder = self.run.profile_trace(self._seen, self.rank).parent
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profile = torch.profiler.profile(activities=kinds, profile_memory=True)
-        self._profile.start()
+        profile = torch.profiler.profile(activities=kinds, profile_memory=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            profile.start()
+        except (OSError, RuntimeError) as error:
+            log.warning("Rank %d cannot trace its steps: %s", self.rank, error)
+        else:
+            self._profile = profile
 
     def _end(self, profile: torch.profiler.profile) -> None:
         self._profile = None
         path = self.run.profile_trace(self._seen, self.rank)
         temporary = path.with_name(f"tmp-{path.name}")  # torch compresses files that end in .gz
-        profile.stop()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.stop()
             profile.export_chrome_trace(str(temporary))
             temporary.rename(path)
         except (OSError, RuntimeError) as error:

@@ -28,7 +28,7 @@ from machine import ROOT, show
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.jobs import SEPARATOR
+from primerl_hpc.slurm.command_lines import SEPARATOR
 
 QUEUED = 10
 LIMIT_S = 1.0
@@ -81,7 +81,7 @@ def make_runs(folder: Path, count: int) -> None:
                 if number % 2
                 else ("PENDING", "Priority", "N/A", "")
             )
-            queue.append(SEPARATOR.join((job, *words)))
+            queue.append(SEPARATOR.join((job, job, *words, "2026-01-01T00:00:00", "math")))
         _write(
             registry / f"{number:016x}.json",
             {"path": str(run.root), "name": run.root.name, "submitted": now - age_s},

@@ -1,4 +1,4 @@
 """`diagnose`: why a run failed or waits, and whether another attempt can succeed.
 
-Reading order: known_faults → diagnose.
+Reading order: known_faults → advice → diagnose.
 """

@@ -11,9 +11,10 @@ Reading order: `Diagnosis` → `diagnose` → `_diagnose_ended_run`, `_diagnose_
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,23 +22,27 @@ from typing import Any
 from primerl_hpc.common.errors import ExitCode, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.diagnose.known_faults import SIGNALS, KnownFault, recognize_fault
+from primerl_hpc.observe.diagnose.advice import advise
+from primerl_hpc.observe.diagnose.known_faults import NO_CHECKPOINT, SIGNALS, KnownFault, recognize_fault
 from primerl_hpc.observe.inside.stacks import collect_stacks
 from primerl_hpc.observe.rollouts import warning_sentences
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import TRAINER_ROLE, Snapshot, last_job_output, take_snapshot
 from primerl_hpc.observe.text import format_duration, labeled, wrap
+from primerl_hpc.run.job_chain import is_reused
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.command_lines import accounting_command
+from primerl_hpc.slurm.command_lines import SEPARATOR, accounting_command, is_of
 from primerl_hpc.slurm.commands import ask as ask_slurm
-from primerl_hpc.slurm.jobs import SEPARATOR, JobFact
+from primerl_hpc.slurm.jobs import JobFact
 from primerl_hpc.slurm.reasons import explain_reason
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 """SLURM's state of a job or step in which the kernel's OOM killer ended a process."""
+OWN_CODES = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED)
+"""Exit codes of a job whose run ended as it was asked to."""
 SLURM_TIMEOUT_S = 5.0
 """Limit for one query, so that a controller that is down does not delay the result."""
-_FIELDS = "JobID,JobName,State,ExitCode,NodeList,Reason"
+_FIELDS = "JobIDRaw,JobID,JobName,State,ExitCode,NodeList,Reason,Submit"
 FIRST_STEP_S, BLOCKED_LIMIT_S = 600.0, 10.0
 """Time without a first step after which the nodes are searched for blocked processes; limit of this search."""
 SLOW = 5.0
@@ -125,14 +130,6 @@ def diagnose(run: RunDir, ask: Callable[[list[str]], str] | None = None) -> Diag
     return replace(found, slurm_trouble=jobs.trouble, blocked=blocked)
 
 
-def can_retry(failure: dict[str, Any] | None, known: KnownFault | None = None) -> bool:
-    """Return False for failures that recur with the same recipe: errors in the configuration or the data."""
-    code = (failure or {}).get("exit_code")
-    if code in (ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_CONTINUE, ExitCode.USAGE):
-        return False
-    return known is None or known.retry != "with another recipe"
-
-
 # -- ended runs ------------------------------------------------------------------------------------
 
 
@@ -140,19 +137,10 @@ def _diagnose_ended_run(snapshot: Snapshot, ask: Callable[[list[str]], str]) -> 
     failure = _latest_failure(snapshot)
     slurm = _query_accounting(snapshot, ask, (failure or {}).get("process"))
     known = _find_known_fault(snapshot, failure, slurm)
-    saved = snapshot.run.latest_checkpoint()
-    after = f"after step {saved}" if saved else "from the beginning"
-    resume, resubmit = f"primerl-hpc resume {shlex.quote(snapshot.name)}", _submit_command(snapshot.run)
-    if snapshot.state != RunState.FAILED:
-        advice = f"nothing failed; resume continues {after}"
-        return Diagnosis(snapshot, failure, None, slurm, None, True, advice, resume)
-    if not can_retry(failure, known):
-        advice = "the same recipe would fail again: fix the cause, then submit the run again"
-        return Diagnosis(snapshot, failure, known, slurm, None, False, advice, resubmit)
-    condition = "after a fix, " if known and known.retry == "after a fix" else ""
-    return Diagnosis(
-        snapshot, failure, known, slurm, None, True, f"{condition}resume continues {after}", resume
-    )
+    if snapshot.state != RunState.FAILED and slurm is not None and slurm.exit_code in OWN_CODES:
+        slurm = None  # SLURM calls every exit code except 0 a failure
+    can_retry, sentence, command = advise(snapshot.run, snapshot.state, failure, known)
+    return Diagnosis(snapshot, failure, known, slurm, None, can_retry, sentence, command)
 
 
 def _latest_failure(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -169,21 +157,14 @@ def _find_known_fault(
     If a signal ended the process, SLURM's state comes first: it is the cause, and the exit its consequence.
     """
     if snapshot.state != RunState.FAILED:
-        return None
+        is_early = re.search(NO_CHECKPOINT, snapshot.message or "") is not None
+        return recognize_fault(snapshot.message or "") if is_early else None
     from_slurm = recognize_fault(f"{slurm.state} {slurm.step_state or ''}" if slurm else "")
     if from_slurm is not None and (failure is None or failure.get("signal")):
         return from_slurm
     if failure is None:
         return recognize_fault(f"{snapshot.message or ''}\n{last_job_output(snapshot.run) or ''}")
     return recognize_fault(str(failure.get("message")), failure.get("last_lines", [])) or from_slurm
-
-
-def _submit_command(run: RunDir) -> str:
-    """Return the command line that submitted this run."""
-    command = (read_json_or_none(run.provenance) or {}).get("command") or []
-    if "submit" not in command:
-        return "primerl-hpc submit RECIPE --profile PROFILE"
-    return shlex.join(["primerl-hpc", *command[command.index("submit") :]])
 
 
 def _query_accounting(
@@ -193,38 +174,44 @@ def _query_accounting(
         return None
     options = ("--parsable2", f"--delimiter={SEPARATOR}", f"--format={_FIELDS}")
     try:
-        return parse_outcome(ask(accounting_command([snapshot.job["job_id"]], *options)), process)
+        text = ask(accounting_command([snapshot.job["job_id"]], *options))
     except SchedulerError:
         return None
+    return parse_outcome(text, snapshot.job, process)
 
 
-def parse_outcome(text: str, process: str | None = None) -> SlurmOutcome | None:
+def parse_outcome(text: str, job: Mapping[str, Any], process: str | None = None) -> SlurmOutcome | None:
     """Parse sacct's output: the record of the job (its last requeue), and the first step that explains its failure.
 
-    ``process``: the process that failed. An out-of-memory step counts only if it is the step of this process.
+    ``job``: content of control/job.json. ``process``: the process that failed. An out-of-memory step counts only if it
+    is the step of this process.
     """
-    job: list[str] | None = None
+    record: list[str] | None = None
     step: list[str] | None = None
     for line in text.splitlines():
-        fields = line.strip(" ").split(SEPARATOR)
-        if len(fields) != 6:
-            continue
+        number, *fields = line.strip(" ").split(SEPARATOR)
+        if len(fields) != 7 or not is_of(str(job["job_id"]), *_without_step(number, fields[0])):
+            continue  # another task of the same array
         if "." not in fields[0]:
-            job, step = fields, None
+            record, step = fields, None
         elif step is None and _explains(fields[1], fields[2].split(" ")[0], process):
             step = fields
-    if job is None:
+    if record is None or is_reused(job, record[1], record[6]):
         return None
-    code, _, signal = job[3].partition(":")
-    reason = "" if job[5] in ("None", "") else job[5]
+    code, _, signal = record[3].partition(":")
+    reason = "" if record[5] in ("None", "") else record[5]
     return SlurmOutcome(
-        job[2].split(" ")[0],
+        record[2].split(" ")[0],
         int(code) if code.isdigit() else None,
         int(signal) if signal.isdigit() and signal != "0" else None,
         reason,
         step[1] if step else None,
         step[2] if step else None,
     )
+
+
+def _without_step(number: str, listed: str) -> tuple[str, str]:
+    return number.partition(".")[0], listed.partition(".")[0]
 
 
 def _explains(step: str, state: str, process: str | None) -> bool:

@@ -19,8 +19,11 @@ LINE_CHARS = 4096
 MOST_LINES = 2000
 """Number of lines searched, counted from the end of the log."""
 
-Retry = Literal["as it is", "after a fix", "with another recipe"]
-"""Condition for another attempt to succeed: none, a fix outside the recipe, or a different recipe."""
+Retry = Literal[
+    "as it is", "with more checkpoints", "after a fix", "with another recipe", "with another profile"
+]
+"""Condition for another attempt to succeed: none, a save before the next interruption, a fix outside of recipe and
+profile, a different recipe or profile."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,23 @@ def _pattern(name: str, regex: str, what: str, hint: str, retry: Retry) -> Fault
     return FaultPattern(name, re.compile(regex, re.I), what, hint, retry)
 
 
+NO_CHECKPOINT = r"before a new checkpoint"
 FAULT_PATTERNS = (
+    *(
+        _pattern(
+            "interpreter",
+            regex,
+            "the program {1} cannot be started on the node",
+            "correct it in the profile (software.default.python, software.roles, software.modules): outside of a "
+            "container, a path must exist on the node, not in the image",
+            "with another profile",
+        )
+        for regex in (
+            r"slurm_script: line \d{1,9}: (?:exec: )?([^:\n]{1,400}): (?:No such file or directory|command not found|"
+            r"not found|Permission denied|cannot execute)",
+            r"no such program: ([^\n]{1,400})",
+        )
+    ),
     _pattern(
         "engine memory",
         r"No available memory for the cache blocks|max seq(?:uence)? len.{0,40} is larger than the maximum number of "
@@ -222,11 +241,25 @@ FAULT_PATTERNS = (
         "after a fix",
     ),
     _pattern(
+        "no checkpoint",
+        NO_CHECKPOINT,
+        "the run was interrupted before it saved a new checkpoint",
+        "reduce checkpoint.interval, or increase the walltime, so that each attempt saves",
+        "with more checkpoints",
+    ),
+    _pattern(
+        "divergence",
+        r"not finite|non-finite|overflow float16",
+        "the training diverged: a loss or a gradient is not a finite number",
+        "check its last steps (primerl-hpc logs RUN trainer), and reduce optimizer.lr or optimizer.max_norm",
+        "with another recipe",
+    ),
+    _pattern(
         "no progress",
-        r"without a new step|before a new checkpoint|not finite|non-finite|overflow float16",
+        r"without a new step",
         "the run stopped making progress",
         "check what happened at its last step: primerl-hpc logs RUN trainer",
-        "with another recipe",
+        "after a fix",
     ),
     _pattern(
         "walltime",

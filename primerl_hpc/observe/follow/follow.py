@@ -151,7 +151,7 @@ class RunFollower:
             case "stop_requested" if event.get("reason") == GOAL:
                 self.print_line("the metric of stop_when has reached its value: saving a checkpoint")
             case "stop_requested" if event.get("reason") == BUDGET:
-                self.print_line("the budget of hours is used up: saving a checkpoint")
+                self.print_line("one more step would exceed the budget of hours: saving a checkpoint")
             case "stop_requested":
                 self.print_line("stop requested: saving a checkpoint")
             case "phase_done":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import shlex
 from typing import Any
 
 import click
 
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.diagnose.diagnose import can_retry
+from primerl_hpc.observe.diagnose.advice import advise
 from primerl_hpc.observe.diagnose.known_faults import recognize_fault
 from primerl_hpc.observe.plot import text_plot
 from primerl_hpc.observe.table import score_text
 from primerl_hpc.observe.text import display_path, format_count, format_duration
 from primerl_hpc.run.metrics import read_steps
+from primerl_hpc.run.registry import word_for
 from primerl_hpc.run.rundir import RunDir
 
 
@@ -82,9 +82,9 @@ def _print_paths(run: RunDir, state: RunState, trainer: str) -> None:
         click.echo(f"rollouts        {display_path(run.traces('eval'))}")
     click.echo(f"logs            {display_path(run.latest_logs)}")
     click.echo(f"metrics         {display_path(run.root / 'metrics')}")
-    name = shlex.quote(run.root.name)
+    name = word_for(run)
     if state in (RunState.STOPPED, RunState.CANCELLED):
-        _print_next(f"resume {name}")
+        _print_next(advise(run, state, None, None)[2].removeprefix("primerl-hpc "))
     elif run.scores.exists():
         _print_next(f"scores {name} --svg scores.svg")
     else:
@@ -93,7 +93,7 @@ def _print_paths(run: RunDir, state: RunState, trainer: str) -> None:
 
 def _print_failure(run: RunDir, message: str | None) -> None:
     failure: dict[str, Any] = read_json_or_none(run.failure) or {}
-    name, reported = shlex.quote(run.root.name), str(failure.get("message") or message)
+    name, reported = word_for(run), str(failure.get("message") or message)
     if failure:
         rank = f", rank {failure['rank']}" if failure.get("rank") is not None else ""
         ended = failure.get("signal") or f"exit code {failure.get('exit_code')}"
@@ -102,12 +102,9 @@ def _print_failure(run: RunDir, message: str | None) -> None:
         click.echo(f"    log: {failure.get('log')}")
     else:
         click.echo(f"failed: {message}")
-    retry = (
-        [f"resume {name}"]
-        if can_retry(failure, recognize_fault(reported, failure.get("last_lines", ())))
-        else []
-    )
-    _print_next(f"diagnose {name}", *retry)
+    known = recognize_fault(reported, failure.get("last_lines", ()))
+    can_retry, _, command = advise(run, RunState.FAILED, failure, known)
+    _print_next(f"diagnose {name}", *([command.removeprefix("primerl-hpc ")] if can_retry else []))
 
 
 def _print_next(*commands: str) -> None:

@@ -23,8 +23,9 @@ from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.access.ownership import check_may_change
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.command_lines import queue_command, srun_command
-from primerl_hpc.slurm.commands import ask
+from primerl_hpc.slurm.command_lines import srun_command
+from primerl_hpc.slurm.commands import UnknownJobError, ask
+from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables of SLURM that locate the cluster; the others describe the job in which the user's shell may be."""
@@ -95,8 +96,11 @@ def _elastic_places(job: str | None, mpi: tuple[str, ...]) -> list[Place]:
     """Return the node of each running engine with a job of its own."""
     if job is None:
         return []
-    rows = [line.split("|") for line in ask(queue_command(str(job), "%i|%T|%N")).splitlines()]
-    return [Place(row[0], (row[2],), mpi=mpi) for row in rows if len(row) == 3 and row[1] == "RUNNING"]
+    try:
+        tasks = parse_squeue(ask(squeue_command([str(job)]))).values()
+    except UnknownJobError:
+        return []
+    return [Place(task.job_id, (task.nodes,), mpi=mpi) for task in tasks if task.state == "RUNNING"]
 
 
 def mpi_option(run: RunDir) -> tuple[str, ...]:

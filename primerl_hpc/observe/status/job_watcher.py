@@ -19,17 +19,10 @@ from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.status.follow_up_jobs import is_export_complete
-from primerl_hpc.run.job_chain import chain_of, open_links
+from primerl_hpc.run.job_chain import chain_of, is_reused, jobs_of, open_links
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
-from primerl_hpc.slurm.jobs import (
-    FORGOTTEN,
-    JobFact,
-    parse_sacct,
-    parse_squeue,
-    sacct_command,
-    squeue_command,
-)
+from primerl_hpc.slurm.jobs import FORGOTTEN, JobFact, find_facts
 
 FIRST_PAUSE_S = 2.0
 LAST_PAUSE_S = 120.0
@@ -60,8 +53,15 @@ class JobWatcher:
         """Like `facts_of`, for runs whose state.json and job.json have been read. Observes ``ask_every_s``."""
         files = list(files)
         self._least_s = max((float(job.get("ask_every_s", 0.0)) for _, job in files), default=0.0)
-        opened = [open_jobs(state, job) for state, job in files]
-        return self.facts({job: status for jobs in opened for job, status in jobs.items()})
+        opened = [(job, open_jobs(state, job)) for state, job in files]
+        facts = self.facts({number: status for _, jobs in opened for number, status in jobs.items()})
+        reused = [
+            number
+            for job, jobs in opened
+            for number in jobs.keys() & facts.keys() & set(jobs_of(job))
+            if is_reused(job, facts[number].name, facts[number].submitted)
+        ]
+        return facts | {number: JobFact(number, FORGOTTEN) for number in reused}
 
     def facts(self, jobs: Mapping[str, object]) -> dict[str, JobFact]:
         """Return facts by job id. ``jobs``: id → status in the run's files (any value that changes with them)."""
@@ -86,11 +86,7 @@ class JobWatcher:
         before = {job: self._facts.get(job) for job in jobs}
         self._last = self._clock()
         try:
-            found = parse_squeue(self._ask(squeue_command(jobs)))
-            if forgotten := [job for job in jobs if job not in found]:
-                found |= {job: JobFact(job, FORGOTTEN) for job in forgotten}
-                found |= self._from_accounting(forgotten)
-            self._facts |= {job: fact for job, fact in found.items() if job in before}
+            self._facts |= find_facts(jobs, self._ask)
             self.trouble = None
         except SchedulerError as error:
             self.trouble = str(error)
@@ -98,14 +94,6 @@ class JobWatcher:
         self._pause_s = FIRST_PAUSE_S if is_changed else min(2 * self._pause_s, LAST_PAUSE_S)
         # jitter, so that many users' screens do not query at the same moment
         self._next = self._clock() + max(self._least_s, self._pause_s * random.uniform(0.8, 1.2))
-
-    def _from_accounting(self, jobs: list[str]) -> dict[str, JobFact]:
-        """Query sacct. On a cluster without accounting the query fails, and the run's files decide."""
-        try:
-            return parse_sacct(self._ask(sacct_command(jobs)))
-        except SchedulerError as error:
-            self.trouble = str(error)
-            return {}
 
 
 def _age_s(state: dict[str, Any]) -> float:

@@ -81,12 +81,12 @@ class OneRun:
 
     def _usage(self) -> Usage | None:
         snapshot, attempts = self.snapshot, self.attempts
-        gpus = snapshot.num_accelerators / snapshot.num_nodes if snapshot.accelerator == "gpu" else 0
+        gpus = snapshot.allocated_gpus / snapshot.allocated_nodes
         if snapshot.job.get("scheduler") == "slurm":
             usage = self.accounting.usage(attempts, gpus, snapshot.job.get("engines_job_id"))
             if usage is not None:
                 return usage
-        return usage_from_events(attempts, snapshot.num_nodes, gpus, time.time()) if attempts else None
+        return usage_from_events(attempts, snapshot.allocated_nodes, gpus, time.time()) if attempts else None
 
     def change_key(self) -> object:
         last = self.events[-1]["time"] if self.events else None

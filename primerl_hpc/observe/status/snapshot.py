@@ -72,6 +72,10 @@ class Snapshot:
     accelerator: str = "cpu"
     nodes_of_kinds: tuple[tuple[int, int], ...] = ((1, 1),)
     """(nodes, accelerators of each) for every kind of node in the plan; 0 accelerators: the CPU partition."""
+    allocated_nodes: int = 1
+    """With spare nodes."""
+    allocated_gpus: int = 0
+    """As in `plan.types.Plan`."""
 
     @property
     def num_nodes(self) -> int:
@@ -193,6 +197,8 @@ def _take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None) -> Snapshot:
         log_levels=_log_levels(recipe.get("log") or {}),
         accelerator=plan.get("accelerator", "cpu"),
         nodes_of_kinds=_nodes_of_kinds(plan),
+        allocated_nodes=len(plan.get("nodes", [0])) + int(plan.get("spare_nodes", 0)),
+        allocated_gpus=int(plan.get("allocated_gpus", 0)),
         after=follow_up_states(job, current, jobs or {}),
     )
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.run.ledger.attempts import Attempt
-from primerl_hpc.slurm.command_lines import accounting_command
+from primerl_hpc.slurm.command_lines import SEPARATOR, accounting_command, is_of
 from primerl_hpc.slurm.commands import ask
-from primerl_hpc.slurm.jobs import SEPARATOR
+from primerl_hpc.slurm.jobs import epoch_s
 
-_FIELDS = "JobID,State,ElapsedRaw,NNodes,AllocTRES"
+_FIELDS = "JobIDRaw,JobID,State,ElapsedRaw,NNodes,AllocTRES,Start"
+SLACK_S = 3600.0
+"""Differences between the clocks and time zones of machines; records that are further away are of other jobs."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,18 @@ class Accounting:
         jobs = sorted({attempt.job for attempt in attempts if attempt.job})
         if not jobs:
             return None
-        jobs += [engines] if engines else []
-        query = (jobs, len(attempts), attempts[-1].end is None)
+        query = (jobs, engines, len(attempts), attempts[-1].end is None)
         if self._last_query is None or self._last_query[0] != query:
             self._last_query = (query, self._clock())
             try:
-                self._rows = parse_usage(self._ask(usage_command(jobs)))
+                rows = parse_usage(self._ask(usage_command([*jobs, *([engines] if engines else [])])))
             except SchedulerError:
-                self._rows = []
+                rows = []
+            self._rows = [
+                row
+                for row in rows
+                if row.belongs_to(jobs, engines) and row.started_between(attempts[0].start, attempts[-1].end)
+            ]
         if not self._rows:
             return None
         return self._sum(len(attempts), gpus_per_node, self._clock() - self._last_query[1])
@@ -93,13 +99,30 @@ class Accounting:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """One accounting record of a job; a requeued job has several."""
+    """One accounting record of a job. A requeued job has several, and so has a number that was given to another job:
+    numbers count from the start after their limit, and on a new cluster."""
 
+    number: str
+    listed: str
     is_running: bool
     elapsed_s: float
     nodes: int
     gpus: int | None
     """GPUs of all nodes; None if the site does not account for GPUs."""
+    start: float | None
+    """Seconds since the epoch; None if it did not start."""
+
+    def belongs_to(self, jobs: Sequence[str], engines: str | None) -> bool:
+        """True for a record of ``jobs``, or of a task of the array ``engines``; not for other tasks of their arrays."""
+        return any(is_of(job, self.number, self.listed) for job in jobs) or (
+            self.listed.partition("_")[0] == engines
+        )
+
+    def started_between(self, first: float, last: float | None) -> bool:
+        """``last`` None: until now."""
+        if self.start is None:
+            return True
+        return self.start >= first - SLACK_S and (last is None or self.start <= last + SLACK_S)
 
 
 def usage_command(jobs: list[str]) -> list[str]:
@@ -119,12 +142,14 @@ def parse_usage(text: str) -> list[JobUsage]:
     rows = []
     for line in text.splitlines():
         fields = line.strip(" ").split(SEPARATOR)
-        if len(fields) != 5 or not (fields[2].isdigit() and fields[3].isdigit()):
+        if len(fields) != 7 or not (fields[3].isdigit() and fields[4].isdigit()):
             continue
-        gpus = re.search(r"(?:^|,)gres/gpu=(\d+)", fields[4])
-        seconds = float(fields[2])
-        if fields[4]:
+        number, listed, state, seconds, nodes, resources, start = fields
+        gpus = re.search(r"(?:^|,)gres/gpu=(\d+)", resources)
+        if resources:
+            count = int(gpus[1]) if gpus else None
+            time_s = epoch_s(start)
             rows.append(
-                JobUsage(fields[1] == "RUNNING", seconds, int(fields[3]), int(gpus[1]) if gpus else None)
+                JobUsage(number, listed, state == "RUNNING", float(seconds), int(nodes), count, time_s)
             )
     return rows

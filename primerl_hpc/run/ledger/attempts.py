@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from primerl_hpc.common.files import read_jsonl
-from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.run.rundir import BUDGET, RunDir
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,25 @@ def attempts_from_events(
     if attempts and is_running:
         attempts[-1] = replace(attempts[-1], end=None)
     return attempts
+
+
+@dataclass(frozen=True)
+class BudgetStop:
+    """The end of an attempt because one more step would have exceeded the budget of hours."""
+
+    budget_s: float
+    """The budget then, in seconds of the job."""
+    need_s: float
+    """Seconds that one more step and its save needed."""
+
+
+def budget_stop(run: RunDir) -> BudgetStop | None:
+    """Return the last stop of the run if its budget was the reason."""
+    stops = [event for event in read_jsonl(run.events) if event["event"] == "stop_requested"]
+    last = stops[-1] if stops else {}
+    if last.get("reason") != BUDGET:
+        return None
+    return BudgetStop(float(last.get("budget_s") or 0.0), float(last.get("need_s") or 0.0))
 
 
 def last_activity(run: RunDir, attempt: int) -> dict[int, float]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from primerl_hpc.common.errors import ExitCode, SchedulerError
@@ -16,10 +17,10 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files.journal import retry_run_directory
 from primerl_hpc.slurm.command_lines import cancel_command, update_command
 from primerl_hpc.slurm.commands import ANSWER_S, PATIENCE_S, ask, printable, retry_slurm, run_slurm
-from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
+from primerl_hpc.slurm.jobs import find_facts
 from primerl_hpc.slurm.sbatch import RefusedError, submit_once
 
-NO_PROGRESS = "ended before a new checkpoint: another attempt would end the same way"
+NO_PROGRESS = "ended before a new checkpoint, which ends the chain"
 _FINAL_CODES = (ExitCode.DATA, ExitCode.CONFIG, ExitCode.NO_CONTINUE)
 """Exit codes of faults that would recur in the next job."""
 
@@ -59,15 +60,15 @@ def why_fault_ends_chain(failure: Mapping[str, Any], *, progressed: bool) -> str
 
 
 async def waiting_links(chain: JobChain, job_id: str) -> tuple[str, ...]:
-    """Return the jobs after ``job_id`` that are still in the queue; all of them if SLURM does not answer."""
+    """Return the jobs after ``job_id`` that are still in the queue, or about which SLURM does not answer."""
     rest = chain.after(job_id)
     if not rest:
         return ()
     try:
-        facts = parse_squeue(await asyncio.to_thread(ask, squeue_command(rest), ANSWER_S))
+        facts = await asyncio.to_thread(find_facts, rest, partial(ask, timeout_s=ANSWER_S))
     except SchedulerError:
         return rest
-    return tuple(link for link in rest if link in facts and not facts[link].has_ended)
+    return tuple(link for link in rest if link not in facts or not facts[link].is_over)
 
 
 async def cancel_links(links: tuple[str, ...]) -> str | None:

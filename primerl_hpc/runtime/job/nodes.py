@@ -21,7 +21,7 @@ from primerl_hpc.runtime.job.network.step import measure_nodes
 from primerl_hpc.runtime.job.preflight import NAME, PreflightRun, check_sums, findings_of_level
 from primerl_hpc.runtime.job.sums import WRONG_HINT
 from primerl_hpc.runtime.steps.bundle import unpack_on_nodes
-from primerl_hpc.slurm.command_lines import hostnames_command, node_states_command, queue_command
+from primerl_hpc.slurm.command_lines import hostnames_command, node_states_command, queue_command, rows_of
 from primerl_hpc.slurm.commands import answered_output
 
 
@@ -127,11 +127,11 @@ class Nodes:
         steps there, after SlurmdTimeout, often 300 s. A role that lost a peer there ends earlier. Raises
         UnansweredError if SLURM does not answer.
         """
-        rows = (await answered_output(*queue_command(self.allocation.job_id, "%N|%T"))).splitlines()
-        components = [row.strip().partition("|") for row in rows if "|" in row]
-        if any(state == "COMPLETING" for *_, state in components):
+        job = self.allocation.job_id
+        components = rows_of(job, await answered_output(*queue_command(job, "%N", "%T")), 2)
+        if any(state == "COMPLETING" for _, state in components):
             return {}  # SLURM ends the job, and no longer lists the nodes that have ended it
-        nodelist = ",".join(nodes for nodes, *_ in components if nodes)
+        nodelist = ",".join(nodes for nodes, _ in components if nodes)
         if not nodelist or not (names := await answered_output(*hostnames_command(nodelist))):
             return {}
         lost = {host: "lost: it is no longer part of the job" for host in hosts if host not in names.split()}

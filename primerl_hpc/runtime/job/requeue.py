@@ -8,6 +8,7 @@ the grace time is over. A cancelled job receives SIGTERM everywhere.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 from collections.abc import Collection, Mapping, Set
@@ -15,7 +16,13 @@ from typing import Any
 
 from primerl_hpc.run.rundir import BUDGET, CANCEL
 from primerl_hpc.runtime.types import Continuation
-from primerl_hpc.slurm.command_lines import queue_command, requeue_command, update_command
+from primerl_hpc.slurm.command_lines import (
+    queue_command,
+    requeue_command,
+    rows_of,
+    task_name,
+    update_command,
+)
 from primerl_hpc.slurm.commands import printable, retry_slurm, run_slurm
 
 WALLTIME = "walltime"
@@ -49,7 +56,7 @@ def decide_continuation(
         return Continuation.ended()
     if not progressed:
         return Continuation.ended(
-            "the walltime ended before a new checkpoint: another attempt would end the same way"
+            "the walltime ended before a new checkpoint: another attempt of this length would end the same way"
         )
     return Continuation.automatic()
 
@@ -61,11 +68,12 @@ async def requeue(job_id: str, without: Collection[str] = (), *, may_poll: bool 
     where the site does not accept several questions to SLURM in a row.
     """
     excluded = await excluded_hosts(job_id) if without else {}
-    reply = await retry_slurm(*requeue_command(job_id))
+    name = task_name(job_id, os.environ)
+    reply = await retry_slurm(*requeue_command(name))
     if reply.code and ALREADY_BACK not in reply.message:
         return reply.message or f"scontrol ended with {reply.code}"
     if without:
-        await _exclude(job_id, excluded or {job_id: ""}, without, may_poll=may_poll)
+        await _exclude(job_id, excluded or {name: ""}, without, may_poll=may_poll)
     return None
 
 
@@ -86,11 +94,11 @@ def explain_refused_requeue(output: str) -> str:
 
 
 async def excluded_hosts(job_id: str) -> dict[str, str]:
-    """Return the excluded hosts of each component (``7+0``, ``7+1``) or job, in SLURM's notation, "" for none."""
-    reply = await run_slurm(*queue_command(job_id, "%i %x"))
-    rows = [line.split(maxsplit=1) for line in reply.output.splitlines() if line.strip()]
-    components = [row for row in rows if row[0].partition("+")[0] == job_id] if reply.code == 0 else []
-    return {job: hosts[0].strip() if hosts else "" for job, *hosts in components}
+    """Return the excluded hosts of each component (``7+0``, ``7+1``), job, or task of an array (``1_3``), in SLURM's
+    notation, "" for none."""
+    reply = await run_slurm(*queue_command(job_id, "%i", "%x"))
+    rows = rows_of(job_id, reply.output, 2) if reply.code == 0 else []
+    return {name: hosts.strip() for name, hosts in rows}
 
 
 async def _exclude(job_id: str, before: Mapping[str, str], more: Collection[str], *, may_poll: bool) -> None:

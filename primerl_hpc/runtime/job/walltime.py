@@ -220,7 +220,10 @@ class WalltimeWatch:
     def as_details(self) -> dict[str, float | None]:
         """Return the known durations, for the stop_requested event."""
         left_s, save_s = self.context.clock.seconds_left(), self.deadline.save_s
+        budget = {} if self.budget is None else {"budget_s": round(self.budget.job_s, 1)}
         return {
+            **budget,
+            "need_s": round(self.deadline.need_s, 1),
             "left_s": round(left_s) if math.isfinite(left_s) else None,
             "step_s": round(self.deadline.step_s, 1),
             "save_s": None if save_s is None else round(save_s, 1),

@@ -32,6 +32,7 @@ from primerl_hpc.common.waiting import in_daemon_thread
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.files.journal import retry_run_directory
 from primerl_hpc.runtime.types import ExitStatus, Launch
+from primerl_hpc.slurm.command_lines import task_name
 from primerl_hpc.slurm.commands import retry_slurm
 
 logger = logging.getLogger(__name__)
@@ -234,11 +235,14 @@ class SrunStep:
 
     async def _end_lost_step(self) -> None:
         """Kill the step by its id, which is looked up by name: step numbers do not follow the order of starts."""
-        job = ",".join(group.job_id for group in self.allocation.groups) or self.allocation.job_id
-        reply = await retry_slurm("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j")
+        jobs = [group.job_id for group in self.allocation.groups] or [self.allocation.job_id]
+        listing = ("--noheader", f"--jobs={','.join(jobs)}", "--format=%i|%j")
+        reply = await retry_slurm("squeue", "--steps", *listing)
+        own = {*jobs, task_name(self.allocation.job_id, os.environ)}
         for line in reply.output.splitlines():
             step, _, name = line.strip().partition("|")
-            if name == self.launch.process.name:
+            # the number of an array lists the steps of all its tasks
+            if name == self.launch.process.name and step.partition(".")[0].partition("+")[0] in own:
                 # some versions print an error although they succeed
                 await retry_slurm("scancel", "--signal=KILL", step)
 

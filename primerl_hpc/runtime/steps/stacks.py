@@ -2,10 +2,11 @@
 
     python -m primerl_hpc.runtime.steps.stacks RUN_DIR SECONDS [blocked]
 
-Python stacks with their native frames come from py-spy, which is searched next to the interpreter and in PATH. Without
-it, or if the kernel does not permit it (``kernel.yama.ptrace_scope``), the run's Python processes are requested to
-write their Python stacks to their logs (SIGUSR2). Processes that are not Python are shown by gdb if it is installed. A
-process that is blocked in the kernel (state D) is not touched: the tool would block too.
+Nothing here stops a process of the run. Python stacks come from py-spy, which is searched next to the interpreter and
+in PATH, and which only reads memory (``--nonblocking``): a tracer that is killed at its time limit may leave a process
+stopped. Without py-spy, or if the kernel does not permit it (``kernel.yama.ptrace_scope``), the run's Python processes
+are requested to print their Python stacks to their logs (`common/log.py`). A process that is blocked in the kernel
+(state D) is not touched: the tool would block too.
 
 The output is one compressed JSON list in short lines, because srun may mix the output of several nodes. Only the
 standard library is used, as in the guard.
@@ -14,6 +15,7 @@ standard library is used, as in the guard.
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import shutil
@@ -26,14 +28,17 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from primerl_hpc.common.log import STACKS_THREAD
 from primerl_hpc.common.safety.printable import one_line
-from primerl_hpc.runtime.steps.guard import descendants_of, has_handler
+from primerl_hpc.runtime.steps.guard import descendants_of
 
 MARK, LINE_CHARS, MOST_CHARS = "@stacks", 700, 60_000
 GUARD, SUPERVISOR = "primerl_hpc.runtime.steps.guard", "primerl_hpc.runtime.supervisor"
 AT_ONCE = 8
 SAMPLE_S = 0.3
 """A thread that is in state D now and after this time counts as blocked."""
+TGKILL = {"x86_64": 234, "aarch64": 131}
+"""Number of the system call that signals one thread; glibc has a function for it since 2.30."""
 Entry = dict[str, str | int]
 _FD_CALLS = {
     "x86_64": (0, 1, 3, 5, 8, 17, 18, 19, 20, 72, 73, 74, 75, 77, 78, 91, 138, 217, 285),
@@ -52,17 +57,16 @@ _PATH_CALLS = {
 
 
 def processes_of(run_dir: str) -> dict[int, str]:
-    """Return pid → name of the role's process, of all processes of the run on this node."""
+    """Return pid → name of the role's process, of all processes of the run on this node, without srun and guards."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        words = _words(int(folder.name))
-        if run_dir not in words or os.getpid() == int(folder.name):
+        pid, words = int(folder.name), _words(int(folder.name))
+        if run_dir not in words:
             continue
-        if GUARD in words:
-            pid = int(folder.name)
-            found |= dict.fromkeys([pid, *descendants_of(pid)], words[-1])
-        elif SUPERVISOR in words:
-            found[int(folder.name)] = "supervisor"
+        if words[1:3] == ["-m", GUARD]:
+            found |= dict.fromkeys(descendants_of(pid), words[-1])
+        elif words[1:3] == ["-m", SUPERVISOR]:
+            found[pid] = "supervisor"
     return found
 
 
@@ -141,21 +145,15 @@ def is_python(pid: int) -> bool:
 
 
 def stack_of(pid: int, deadline: float) -> tuple[str, str]:
-    """Return (stack, note). The native frames are added if there is time for them."""
+    """Return (stack, note)."""
+    if not is_python(pid):
+        return "", "not a Python process"
     own = Path(sys.executable).with_name("py-spy")
     spy = str(own) if own.exists() else shutil.which("py-spy")
-    if not is_python(pid):
-        gdb = shutil.which("gdb")
-        if gdb is None:
-            return "", "not a Python process, and gdb is not installed"
-        return _run([gdb, "-nx", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace"], deadline)
     if spy is None:
         return "", _request_stacks(pid, "py-spy is not installed (pip install py-spy)")
-    stack, note = _run([spy, "dump", "--pid", str(pid)], deadline)
-    if not stack:
-        return "", _request_stacks(pid, note)
-    native, _ = _run([spy, "dump", "--native", "--pid", str(pid)], deadline)
-    return native or stack, "" if native else "without native frames: there was no time for them"
+    stack, note = _run([spy, "dump", "--nonblocking", "--pid", str(pid)], deadline)
+    return stack, "" if stack else _request_stacks(pid, note)
 
 
 def _run(command: list[str], deadline: float) -> tuple[str, str]:
@@ -173,12 +171,36 @@ def _run(command: list[str], deadline: float) -> tuple[str, str]:
 
 
 def _request_stacks(pid: int, reason: str) -> str:
-    words = _words(pid)
-    is_ours = GUARD in words or SUPERVISOR in words  # to these, the signal means "save and stop"
-    if is_ours or not has_handler(pid, signal.SIGUSR2):
+    """Signal the thread that prints the stacks of its process; return ``reason`` and what was done.
+
+    The signal goes to that thread only, which waits for it. Any other thread would run faulthandler's handler, which
+    crashes the process if it walks through the frames of a thread that executes Python.
+    """
+    thread, status = _stacks_thread(pid), _status(Path(f"/proc/{pid}"))
+    if tracer := int(status.get("TracerPid", "0")):
+        return f"{reason}; process {tracer} traces it"
+    number = TGKILL.get(os.uname().machine)
+    if thread is None or number is None:
         return reason
-    os.kill(pid, signal.SIGUSR2)
+    ctypes.CDLL(None).syscall(number, pid, thread, int(signal.SIGUSR2))  # an error: it has ended
     return f"{reason}; its Python stacks were written to its log"
+
+
+def _stacks_thread(pid: int) -> int | None:
+    """Return the thread of `common.log.dump_stacks_on_signal` that waits for the signal."""
+    threads = Path(f"/proc/{pid}/task").glob("[0-9]*")
+    return next(
+        (int(folder.name) for folder in threads if _status(folder).get("Name") == STACKS_THREAD), None
+    )
+
+
+def _status(folder: Path) -> dict[str, str]:
+    """Return the fields of a process or thread in /proc; none if it has ended."""
+    try:
+        lines = (folder / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def collect(run_dir: str, limit_s: float, *, only_blocked: bool) -> list[Entry]:

@@ -27,6 +27,7 @@ from primerl_hpc.run.registry import find_run, register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
 from tests.support.helpers import PATIENCE_S
+from tests.support.slurm_rows import UNKNOWN_JOB, printed, queue_row
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -205,6 +206,32 @@ def test_a_second_supervisor_is_refused_and_a_dead_ones_lock_is_taken(tmp_path: 
     # a pid that was used again is not the old process
     lock.path.write_text(json.dumps({**owner, "started": "1"}))
     SupervisorLock(lock.path).acquire()
+
+
+@pytest.mark.parametrize(
+    ("squeue", "is_over"),
+    [
+        (printed(queue_row("3", "RUNNING", listed="1_3"), queue_row("1", "RUNNING", listed="1_4")), False),
+        (printed(queue_row("3", "COMPLETED", listed="1_3"), queue_row("1", "RUNNING", listed="1_4")), True),
+        ("exit 0", False),
+        (UNKNOWN_JOB, True),
+    ],
+    ids=["its task of an array runs", "its task has ended", "not listed", "unknown"],
+)
+def test_the_lock_of_a_job_is_broken_only_if_slurm_reports_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, is_over: bool
+) -> None:
+    for name, body in (("squeue", squeue), ("sacct", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    lock = SupervisorLock(tmp_path / "control" / "supervisor.lock")
+    files.write_json(lock.path, {**lock.identity, "host": "n7", "job": "3"})
+    if is_over:
+        lock.acquire()
+        return
+    with pytest.raises(OccupiedError, match="on n7"):
+        lock.acquire()
 
 
 def test_a_lock_is_renewed_only_by_its_owner(tmp_path: Path) -> None:

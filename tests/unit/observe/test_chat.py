@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from primerl_hpc.cli.chat import command
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.common.files import write_json
+from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.observe.chat import Answer, find_server, router_node_command
 from primerl_hpc.run.access.keys import run_keys
@@ -80,7 +80,11 @@ def test_a_run_whose_engines_start_is_reported_once_with_the_command_that_shows_
     assert text.count("no engine is ready") == 1 and "primerl-hpc status run shows" in text
 
 
-def test_an_engine_on_loopback_is_reached_by_a_step_of_its_job(run: RunDir) -> None:
+def test_an_engine_on_loopback_is_reached_by_a_step_of_its_job(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step shares the job's memory as those of `exec` do: with its default it would wait for memory for ever."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # without SLURM: the files decide
     words = ["chat", "run", "--prompt", "hi; rm -rf /"]
     run_keys(run)
     publish(run, url="https://127.0.0.1:9", host=socket.gethostname())
@@ -88,11 +92,14 @@ def test_an_engine_on_loopback_is_reached_by_a_step_of_its_job(run: RunDir) -> N
     publish(run, url="https://10.0.0.7:9", host="node7.cluster")
     assert router_node_command(run, words, is_terminal=False) is None
     publish(run, url="https://127.0.0.1:9", host="node7.cluster")
-    assert router_node_command(run, words, is_terminal=False) is None, "no job is known"
-    write_json(run.state, {"state": RunState.RUNNING, "job_id": "412"})
+    with pytest.raises(NotFoundError, match="it has no processes"):
+        router_node_command(run, words, is_terminal=False)
+    write_json(run.plan, {**read_json(run.plan), "scheduler": "slurm"})
+    write_json(run.state, {"state": RunState.RUNNING, "job_id": "412", "host": "node7", "attempt": 1})
+    run.supervisor_lock.write_text("")
     command = router_node_command(run, words, is_terminal=True)
     assert command is not None and command[:2] == ["srun", "--jobid=412"]
-    assert "--nodelist=node7" in command and "--pty" in command and {"--overlap", *MPI} <= set(command)
+    assert {"--nodelist=node7", "--pty", "--overlap", "--mem=0", *MPI} <= set(command)
     assert command[-7:] == [sys.executable, "-m", "primerl_hpc", *words]
 
 

@@ -5,6 +5,7 @@ exact.
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from primerl_hpc.observe.diagnose.known_faults import FAULT_PATTERNS, recognize_
 from primerl_hpc.observe.follow.summary import print_summary
 from primerl_hpc.recipe.explain import explain
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import UnansweredError
-from primerl_hpc.slurm.jobs import SEPARATOR
 from primerl_hpc.slurm.reasons import explain_reason
+from tests.support.slurm_rows import outcome_row, queue_row, squeue_answer
 
 
 def is_known(key: str) -> bool:
@@ -166,11 +168,8 @@ class Slurm:
         self.answers = {"squeue": squeue, "sacct": sacct}
 
     def __call__(self, command: list[str]) -> str:
-        return self.answers[command[0]]
-
-
-def row(*fields: str) -> str:
-    return SEPARATOR.join(fields) + "\n"
+        text = self.answers[command[0]]
+        return squeue_answer(command, text) if command[0] == "squeue" else text
 
 
 @pytest.fixture
@@ -187,6 +186,7 @@ def run(tmp_path: Path) -> RunDir:
     )
     append_json(run.metrics("trainer"), {"step": 23, "time": then, "attempt": 2, "time/step": 30.0})
     run.finish_checkpoint_side(20, "trainer", ("trainer",))
+    register_run(run)
     return run
 
 
@@ -215,7 +215,7 @@ def look(run: RunDir, squeue: str = "", sacct: str = "") -> tuple[Diagnosis, str
 
 def test_a_crash_names_process_node_and_exit_code_and_resumes_after_the_checkpoint(run: RunDir) -> None:
     fail(run)
-    found, text = look(run, sacct=row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None"))
+    found, text = look(run, sacct=outcome_row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None"))
     assert found.can_retry is True and found.next_command == "primerl-hpc resume math-001"
     for words in (
         "failed at step 23 of 40, attempt 2",
@@ -232,9 +232,11 @@ def test_a_crash_names_process_node_and_exit_code_and_resumes_after_the_checkpoi
 def test_a_configuration_error_is_not_retried_but_submitted_again(run: RunDir) -> None:
     fail(run, exit_code=int(ExitCode.CONFIG), message="engine arguments: no such option")
     found, text = look(run)
-    assert found.can_retry is False
-    assert found.next_command == "primerl-hpc submit 'my recipe.yaml' -p h100x64"
-    assert "exit code 78 (config)" in text
+    again = "primerl-hpc submit 'my recipe.yaml' -p h100x64"
+    assert found.can_retry is False and "exit code 78 (config)" in text
+    assert found.next_command == f"{again} --set checkpoint.fork.run={run.root}"
+    shutil.rmtree(run.checkpoint(20))
+    assert look(run)[0].next_command == again
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,9 @@ def test_a_full_disk_is_fixed_first_and_then_resumed(run: RunDir) -> None:
 
 def test_a_killed_rank_is_explained_by_the_slurm_state_of_its_step(run: RunDir) -> None:
     fail(run, exit_code=None, signal="SIGKILL", message="rank 3 was killed by signal 9 (SIGKILL)")
-    sacct = row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None")
-    sacct += row("17.batch", "batch", "FAILED", "1:0", "gpu-a", "")
-    sacct += row("17.4", "trainer-0", "OUT_OF_MEMORY", "0:125", "gpu-b", "")
+    sacct = outcome_row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None")
+    sacct += outcome_row("17.batch", "batch", "FAILED", "1:0", "gpu-a", "")
+    sacct += outcome_row("17.4", "trainer-0", "OUT_OF_MEMORY", "0:125", "gpu-b", "")
     found, text = look(run, sacct=sacct)
     assert found.known is not None and found.known.name == "host memory"
     words = " ".join(text.split())
@@ -287,8 +289,8 @@ def test_a_kill_without_evidence_is_not_called_out_of_memory(run: RunDir, messag
     """The step of another process that ran out of memory is no evidence either; the second message is of an older
     version."""
     fail(run, exit_code=None, signal="SIGKILL", message=f"rank 3 was {message}")
-    sacct = row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None")
-    sacct += row("17.3", "inference-0", "OUT_OF_MEMORY", "0:125", "gpu-b", "")
+    sacct = outcome_row("17", "math", "FAILED", "1:0", "gpu-[a-c]", "None")
+    sacct += outcome_row("17.3", "inference-0", "OUT_OF_MEMORY", "0:125", "gpu-b", "")
     found, text = look(run, sacct=sacct)
     assert found.known is None
     assert "SIGKILL (sent from outside the process; the sender is unknown)" in " ".join(text.split())
@@ -322,8 +324,8 @@ def test_the_kernels_own_counter_is_evidence(run: RunDir) -> None:
 )
 def test_a_job_that_slurm_ended_without_a_failure_report(run: RunDir, state: str, known: str) -> None:
     write_json(run.state, {"attempt": 2, "state": "running", "phase": "main", "updated": time.time() - 3600})
-    facts = row("17", state, "None", "", "gpu-[a-c]")
-    found, text = look(run, facts, row("17", "math", state, "0:0", "gpu-[a-c]", "NodeDown"))
+    facts = queue_row("17", state, "None", "", "gpu-[a-c]")
+    found, text = look(run, facts, outcome_row("17", "math", state, "0:0", "gpu-[a-c]", "NodeDown"))
     assert found.snapshot.state.value == "failed" and found.known is not None and found.known.name == known
     assert found.can_retry is True and "primerl-hpc resume math-001" in text
 
@@ -336,10 +338,10 @@ def test_a_failure_of_an_earlier_attempt_is_not_reported(run: RunDir) -> None:
 
 def test_a_waiting_run_reports_the_reason_and_expected_start(run: RunDir) -> None:
     write_json(run.job, {"scheduler": "slurm", "job_id": "17", "attempt": 3, "submitted": time.time()})
-    found, text = look(run, row("17", "PENDING", "QOSMaxGRESPerUser", "2026-12-01T10:00:00", ""))
+    found, text = look(run, queue_row("17", "PENDING", "QOSMaxGRESPerUser", "2026-12-01T10:00:00", ""))
     assert found.can_retry is None and "--watch" in (found.next_command or "")
     assert "the maximum of GPUs of your QOS" in text and "2026-12-01 10:00:00" in text
-    found, text = look(run, row("17", "PENDING", "DependencyNeverSatisfied", "N/A", ""))
+    found, text = look(run, queue_row("17", "PENDING", "DependencyNeverSatisfied", "N/A", ""))
     assert found.next_command == "primerl-hpc cancel math-001" and "waiting does not help" in text
 
 
@@ -348,7 +350,7 @@ def test_a_stalled_run_is_distinguished_from_one_that_makes_progress(run: RunDir
     processes = {"inference-0": {"state": "ready", "incarnation": 2, "role": "inference"}}
     state = {"attempt": 2, "state": "running", "phase": "main", "processes": processes}
     write_json(run.state, {**state, "updated": time.time()})
-    queue = row("17", "RUNNING", "None", "", "gpu-[a-c]")
+    queue = queue_row("17", "RUNNING", "None", "", "gpu-[a-c]")
     _, text = look(run, queue)
     assert "no new step for 1:00 h, a step took 30 s" in text
     write_json(run.state, {**state, "started": time.time() - 30})  # requeued: that step is from before
@@ -365,7 +367,7 @@ def test_failed_checkpoints_of_a_running_run_are_reported(run: RunDir) -> None:
     write_json(run.state, {"attempt": 2, "state": "running", "phase": "main", "updated": time.time()})
     metrics = {"step": 24, "time": time.time(), "attempt": 2, "time/step": 30.0, "checkpoint/failed": 1}
     append_json(run.metrics("trainer"), metrics)
-    _, text = look(run, row("17", "RUNNING", "None", "", "gpu-[a-c]"))
+    _, text = look(run, queue_row("17", "RUNNING", "None", "", "gpu-[a-c]"))
     assert "failed checkpoints: 1, last complete checkpoint: 20" in " ".join(text.split())
 
 
@@ -384,13 +386,24 @@ def test_a_done_a_stopped_and_a_never_submitted_run_have_no_fault(run: RunDir) -
 
 
 def test_the_last_requeue_of_a_job_counts() -> None:
-    text = row("17", "math", "NODE_FAIL", "1:0", "n1", "None") + row(
+    text = outcome_row("17", "math", "NODE_FAIL", "1:0", "n1", "None") + outcome_row(
         "17.1", "t", "NODE_FAIL", "0:9", "n1", ""
     )
-    text += row("17", "math", "CANCELLED by 0", "0:15", "n2", "None") + "torn\x1fline\n"
-    found = parse_outcome(text)
+    text += outcome_row("17", "math", "CANCELLED by 0", "0:15", "n2", "None") + "torn\x1fline\n"
+    found = parse_outcome(text, {"job_id": "17"})
     assert found is not None and (found.state, found.signal, found.step) == ("CANCELLED", 15, None)
-    assert parse_outcome("") is None
+    assert parse_outcome("", {"job_id": "17"}) is None
+
+
+def test_the_end_of_another_job_does_not_explain_a_failure() -> None:
+    """sacct lists all tasks of an array, and the last job that had a number."""
+    own = outcome_row("17", "math", "FAILED", "1:0", "n1", "None", listed="17_4")
+    other = outcome_row("18", "math", "OUT_OF_MEMORY", "0:125", "n2", "None", listed="17_3")
+    other += outcome_row("18.1", "trainer-0", "OUT_OF_MEMORY", "0:125", "n2", "", listed="17_3.1")
+    found = parse_outcome(own + other, {"job_id": "17"})
+    assert found is not None and (found.state, found.step) == ("FAILED", None)
+    later = {"job_id": "17", "name": "toy", "submitted": 0.0}  # in 1970, under another name
+    assert parse_outcome(own, later) is None
 
 
 @pytest.mark.parametrize(
@@ -402,7 +415,7 @@ def test_the_last_requeue_of_a_job_counts() -> None:
 )
 def test_a_held_job_is_released_not_cancelled(run: RunDir, reason: str, command: str, words: str) -> None:
     write_json(run.job, {"scheduler": "slurm", "job_id": "17", "attempt": 3, "submitted": time.time()})
-    found, text = look(run, row("17", "PENDING", reason, "2027-11-24T03:00:00", ""))
+    found, text = look(run, queue_row("17", "PENDING", reason, "2027-11-24T03:00:00", ""))
     text = " ".join(text.split())
     assert found.next_command == command and words in text
     assert "cancel" not in text and "2027" not in text

@@ -17,6 +17,7 @@ from primerl_hpc.observe.follow.follow import QUIET_S, RunFollower
 from primerl_hpc.observe.follow.summary import print_summary
 from primerl_hpc.observe.report.svg import MOST_POINTS, chart, thin
 from primerl_hpc.run.metrics import MetricsWriter
+from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 
 EVIL = "<script>alert('1')</script> & \"quotes\""
@@ -231,6 +232,7 @@ def test_the_end_of_a_run_names_an_existing_log(
     run: RunDir, role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     append_json(run.metrics(role), {"step": 1, "attempt": 1, "time": time.time()})
+    register_run(run)
     print_summary(run, RunState.DONE, None, 60)
     assert capsys.readouterr().out.endswith(
         f"next:  primerl-hpc status math-001\n       primerl-hpc logs math-001 {role}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from primerl_hpc.run import registry
 from primerl_hpc.run.ledger.attempts import attempts_from_events, last_activity
 from primerl_hpc.run.metrics import HighErrorRate, read_last_steps
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.jobs import SEPARATOR
+from tests.support.slurm_rows import queue_row, squeue_answer, usage_row
 from tests.support.terminal import Terminal
 
 
@@ -47,6 +48,7 @@ PLAN = {
     "kind": "rl",
     "accelerator": "gpu",
     "accelerators_per_node": 8,
+    "allocated_gpus": 16,
     "nodes": [{"index": 0}, {"index": 1}],
     "phases": [
         {
@@ -125,11 +127,12 @@ class Slurm:
 
     def __call__(self, command: list[str]) -> str:
         self.asked.append(command[0])
-        return self.answers[command[0]]
+        text = self.answers[command[0]]
+        return squeue_answer(command, text) if command[0] == "squeue" else text
 
 
 def running(job: str) -> str:
-    return SEPARATOR.join((job, "RUNNING", "None", "2026-01-01T00:00:00", "gpu-[a-b]")) + "\n"
+    return queue_row(job, "RUNNING", "None", "2026-01-01T00:00:00", "gpu-[a-b]")
 
 
 # -- bottleneck ------------------------------------------------------------------------------------
@@ -201,6 +204,12 @@ def test_no_forecast_before_two_steps_and_time_since_the_last_step_counts() -> N
 
 # -- hours -----------------------------------------------------------------------------------------
 
+
+def at(seconds: float) -> str:
+    """A time as sacct prints it: in the time zone of this machine."""
+    return datetime.fromtimestamp(seconds).isoformat()
+
+
 EVENTS = [
     {"time": 0.0, "event": "attempt_started", "attempt": 1, "job": "5"},
     {"time": 3600.0, "event": "run_requeued"},
@@ -256,11 +265,10 @@ def test_the_attempt_of_a_requeued_run_has_ended(tmp_path: Path, state: str, is_
 
 
 ACCOUNTED = "".join(
-    SEPARATOR.join(fields) + "\n"
-    for fields in (
-        ("5", "REQUEUED", "3600", "2", "billing=2,cpu=128,gres/gpu:h100=16,gres/gpu=16,mem=1T,node=2"),
-        ("5", "RUNNING", "1800", "2", "billing=2,cpu=128,gres/gpu=16,mem=1T,node=2"),
-        ("6", "CANCELLED by 0", "0", "2", ""),
+    (
+        usage_row("5", "REQUEUED", "3600", "2", "cpu=128,gres/gpu:h100=16,gres/gpu=16,node=2", at(0)),
+        usage_row("5", "RUNNING", "1800", "2", "cpu=128,gres/gpu=16,node=2", at(9000)),
+        usage_row("6", "CANCELLED by 0", "0", "2", "", "Unknown"),
     )
 )
 
@@ -277,8 +285,22 @@ def test_slurm_accounting_counts_every_restart_of_a_job_and_is_queried_once_per_
     assert later is not None and later.gpu_hours == 32.0 and slurm.asked == ["sacct"]
 
 
+def test_hours_of_other_jobs_with_the_number_of_a_run_are_not_its_hours() -> None:
+    """sacct lists all tasks of an array, and all jobs that had a number in the past."""
+    others = (
+        usage_row("3", "COMPLETED", "36000", "64", "gres/gpu=512", at(0), listed="5_3"),
+        usage_row("5", "COMPLETED", "90000", "64", "gres/gpu=512", at(-30 * 86400)),
+        usage_row("5", "COMPLETED", "90000", "64", "gres/gpu=512", at(30 * 86400)),
+    )
+    engines = usage_row("8", "COMPLETED", "3600", "1", "gres/gpu=8", at(60), listed="7_1")
+    attempts = attempts_from_events(EVENTS, is_running=False)
+    accounting = Accounting(Slurm(sacct=ACCOUNTED + "".join(others) + engines))
+    used = accounting.usage(attempts, 8, engines="7")
+    assert used is not None and (used.node_hours, used.gpu_hours) == pytest.approx((4.0, 32.0))
+
+
 def test_without_gpu_accounting_the_plan_determines_gpu_hours() -> None:
-    line = SEPARATOR.join(("5", "COMPLETED", "3600", "3", "cpu=64,node=3"))
+    line = usage_row("5", "COMPLETED", "3600", "3", "cpu=64,node=3", at(0))
     assert [(row.nodes, row.gpus) for row in parse_usage(line)] == [(3, None)]
     used = Accounting(Slurm(sacct=line)).usage(attempts_from_events(EVENTS, is_running=False), 4)
     assert used is not None and used.gpu_hours == 12.0
@@ -423,7 +445,7 @@ def test_running_runs_come_first_then_waiting_ones_then_the_newest(tmp_path: Pat
     make_run(tmp_path / "waits", None, scheduler="slurm", job_id="18")
     live_run(tmp_path / "lives")
     make_run(tmp_path / "new-failed", "failed")
-    waiting = SEPARATOR.join(("18", "PENDING", "Resources", "2026-01-01T10:00:00", "")) + "\n"
+    waiting = queue_row("18", "PENDING", "Resources", "2026-01-01T10:00:00", "")
     slurm = Slurm(running("17") + waiting)
     view = AllRuns(JobWatcher(slurm), (), None, None)
     view.refresh()
@@ -464,7 +486,7 @@ def test_omitted_runs_are_counted_and_filters_select(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_cached_until_it_changes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", "failed")
-    slurm = Slurm(SEPARATOR.join(("9", "PENDING", "Priority", "N/A", "")) + "\n")
+    slurm = Slurm(queue_row("9", "PENDING", "Priority", "N/A", ""))
     catalog = lambda: {brief.name: brief.state for brief in RunCatalog(JobWatcher(slurm)).list_runs()}  # noqa: E731
     assert catalog() == {"a": RunState.FAILED}
     os.rename(run.job, tmp_path / "job.json")  # reading the run's own files would show it now
@@ -482,7 +504,7 @@ def test_the_list_asks_slurm_as_rarely_as_the_site_of_a_run_allows(tmp_path: Pat
 
     def ask(command: list[str]) -> str:
         asked.append(now[0])
-        return SEPARATOR.join(("9", "RUNNING", "None", "", "n1")) + "\n"
+        return queue_row("9", "RUNNING")
 
     write_json(run.job, {"scheduler": "slurm", "job_id": "9", "attempt": 1, "ask_every_s": 60.0})
     catalog = RunCatalog(JobWatcher(ask, lambda: now[0]))

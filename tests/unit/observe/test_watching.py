@@ -15,6 +15,7 @@ from primerl_hpc.observe.diagnose.diagnose import diagnose
 from primerl_hpc.observe.follow.follow import RunFollower, follow_run
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.metrics import MetricsWriter
+from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 
 
@@ -128,6 +129,7 @@ def test_what_happened_to_a_node_or_process_is_shown_with_its_reason(
 def test_names_with_spaces_are_quoted_in_the_commands_to_copy(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    register_run(run)
     follow_run(run)
     lines = [line.strip().removeprefix("next:").strip() for line in capsys.readouterr().out.splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("primerl-hpc ")]

@@ -23,7 +23,8 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation, components_started_together, read_allocation
 from primerl_hpc.runtime.steps.srun import srun_command
 from primerl_hpc.runtime.types import Launch
-from primerl_hpc.slurm.jobs import SEPARATOR, parse_squeue
+from primerl_hpc.slurm.jobs import parse_squeue
+from tests.support.slurm_rows import printed, queue_row, row
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "layouts"
 RANKS = "layout.trainer.ranks=auto"
@@ -327,8 +328,8 @@ def test_node_types_that_cannot_be_used_are_refused_in_the_profile(
 @pytest.mark.parametrize(
     "said, are_together",
     [
-        ("120 101\\n119 110", True),
-        ("180 160\\n120 101", False),
+        (row("7", "7+0", "120", "101") + row("8", "7+1", "119", "110"), True),
+        (row("7", "7+0", "180", "160") + row("8", "7+1", "120", "101"), False),
         ("", True),
         ("Socket timed out", True),
     ],
@@ -337,7 +338,7 @@ def test_node_types_that_cannot_be_used_are_refused_in_the_profile(
 def test_components_components_started_together_unless_one_began_before_the_other_was_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, are_together: bool
 ) -> None:
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$SLURM_TIME_FORMAT" = %s ] && printf "{said}"\n')
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$SLURM_TIME_FORMAT" = %s ] && {printed(said)}\n')
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     allocation = read_allocation(compiled("cpu-partition")[0], HET)
@@ -350,6 +351,6 @@ def test_a_plan_of_two_components_in_an_ordinary_job_is_refused() -> None:
 
 
 def test_a_heterogeneous_job_is_known_by_its_leader() -> None:
-    row = SEPARATOR.join(["{}", "RUNNING", "None", "2026-01-01T00:00:00", "n1"])
-    text = "\n".join(row.format(job) for job in ("7+0", "7+1", "9"))
+    rows = (("7", "7+0"), ("8", "7+1"), ("9", "9"))
+    text = "".join(queue_row(number, "RUNNING", listed=listed) for number, listed in rows)
     assert sorted(parse_squeue(text)) == ["7", "9"]

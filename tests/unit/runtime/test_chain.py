@@ -26,6 +26,7 @@ from primerl_hpc.runtime.job.chain import (
     why_fault_ends_chain,
     why_not_begin,
 )
+from tests.support.slurm_rows import UNKNOWN_JOB, printed, queue_row
 
 CHAIN = JobChain(("1", "2", "3"))
 
@@ -58,7 +59,10 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def squeue_lines(**states: str) -> str:
-    return "\n".join(f"echo '{job[1:]}\x1f{state}\x1fNone\x1fN/A\x1f'" for job, state in states.items())
+    """A squeue that knows these jobs, and reports an error if it is asked about another one alone."""
+    rows = printed(*(queue_row(job[1:], state) for job, state in states.items()))
+    known = "|".join(f"*--jobs={job[1:]}[\\ ]*|*--jobs=*,*" for job in states)
+    return f'case "$* " in {known}) {rows} ;; *) {UNKNOWN_JOB} ;; esac'
 
 
 # -- which chain -----------------------------------------------------------------------------------
@@ -112,9 +116,16 @@ def test_only_later_links_that_have_not_ended_wait_in_the_queue(slurm: Callable[
     assert "--jobs=2,3 " in calls.read_text()
 
 
-def test_a_link_that_the_queue_no_longer_lists_does_not_wait(slurm: Callable[..., Path]) -> None:
-    slurm(squeue=squeue_lines(_3="RUNNING"))
+def test_a_link_that_the_queue_no_longer_knows_does_not_wait(slurm: Callable[..., Path]) -> None:
+    slurm(squeue=squeue_lines(_3="RUNNING"), sacct="exit 1")
     assert asyncio.run(waiting_links(CHAIN, "1")) == ("3",)
+
+
+def test_a_link_that_the_queue_does_not_list_waits_if_nothing_reports_its_end(
+    slurm: Callable[..., Path],
+) -> None:
+    slurm(squeue=printed(queue_row("3", "RUNNING")), sacct="exit 1")
+    assert asyncio.run(waiting_links(CHAIN, "1")) == ("2", "3")
 
 
 def test_the_last_link_waits_for_none_and_does_not_ask(slurm: Callable[..., Path]) -> None:

@@ -22,6 +22,7 @@ from primerl_hpc.runtime.elastic.engine_host import EngineHost
 from primerl_hpc.runtime.elastic.members import SILENT_S, ElasticEngines
 from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
+from tests.support.slurm_rows import UNKNOWN_JOB, printed, queue_row, row
 
 SERVE = """
 import sys, time
@@ -117,7 +118,7 @@ def test_an_engine_leaves_at_the_reported_end_although_other_processes_have_just
     run: RunDir, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    calls = commands(squeue="echo 0:20")  # less than the reserve
+    calls = commands(squeue=printed(row("8", "8", "0:20")))  # less than the reserve
     host, other = EngineHost(run, 0), EngineHost(run, 0)
     assert other.questions.may_ask()
     assert not is_time_over(host) and not calls.exists()  # no end is known yet
@@ -129,7 +130,7 @@ def test_the_walltime_of_an_engine_is_watched_without_the_shared_folder(
     run: RunDir, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    commands(squeue="echo 0:20")
+    commands(squeue=printed(row("8", "8", "0:20")))
     host = EngineHost(run, 0)
     write_text(run.slurm_questions, "a file where the folder should be")
     assert is_time_over(host)
@@ -154,8 +155,9 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 @pytest.mark.parametrize(
     "state, squeue, is_over",
     [
-        (RunState.STOPPED, r"printf '9\037PENDING\037BeginTime\037\037\n'", False),  # requeued from outside
-        (RunState.STOPPED, "exit 0", True),
+        (RunState.STOPPED, printed(queue_row("9", "PENDING", "BeginTime")), False),  # requeued from outside
+        (RunState.STOPPED, UNKNOWN_JOB, True),
+        (RunState.STOPPED, "exit 0", False),  # a wrapper of the site may hide the job
         (RunState.STOPPED, "echo 'Socket timed out' >&2; exit 1", False),
         (RunState.DONE, "echo 'Socket timed out' >&2; exit 1", True),
     ],

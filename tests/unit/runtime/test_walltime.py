@@ -28,9 +28,10 @@ from primerl_hpc.runtime.supervisor import Supervisor
 from primerl_hpc.slurm.commands import SlurmReply, run_slurm, seconds_left
 from primerl_hpc.slurm.question_floor import QuestionFloor
 from tests.support.helpers import make_plan, process_plan
+from tests.support.slurm_rows import printed, row
 
 
-def row(number: int, /, *, attempt: int = 1, at: float | None = None, **seconds: Any) -> dict[str, Any]:
+def step_row(number: int, /, *, attempt: int = 1, at: float | None = None, **seconds: Any) -> dict[str, Any]:
     """Return the row of step ``number``, written at that time unless ``at`` is given."""
     times = {f"time/{name}": value for name, value in seconds.items()}
     return {"step": number, "time": float(number) if at is None else at, "attempt": attempt, **times}
@@ -51,28 +52,28 @@ def test_a_run_of_which_nothing_is_known_stops_at_the_margin() -> None:
 
 
 def test_the_slowest_of_the_last_steps_counts_without_its_wait_and_its_save() -> None:
-    rows = [row(step, step=50.0 + step, wait_for_batch=40.0, save_ckpt=5.0) for step in range(1, 30)]
+    rows = [step_row(step, step=50.0 + step, wait_for_batch=40.0, save_ckpt=5.0) for step in range(1, 30)]
     rows[20] |= {"time/step": 345.0}
     deadline = learn(Deadline(10), *rows)
     assert (deadline.step_s, deadline.save_s) == (300.0, 5.0)
     assert deadline.need_s == HEADROOM * 305 + RESERVE_S
-    rows += [row(step, step=60.0) for step in range(30, 45)]
+    rows += [step_row(step, step=60.0) for step in range(30, 45)]
     # saves are rare: none is forgotten
     assert learn(deadline, *rows).step_s == 60.0 and deadline.save_s == 5.0
 
 
 def test_a_background_save_ends_when_both_sides_are_complete() -> None:
-    deadline = learn(Deadline(10), row(1, step=2.0, save_ckpt=1.0), now=100.0)
+    deadline = learn(Deadline(10), step_row(1, step=2.0, save_ckpt=1.0), now=100.0)
     assert deadline.is_saving
-    learn(deadline, row(1, step=2.0, save_ckpt=1.0), row(2, step=2.0), now=140.0)
-    learn(deadline, row(2, step=2.0), checkpoint=1, now=160.0)
+    learn(deadline, step_row(1, step=2.0, save_ckpt=1.0), step_row(2, step=2.0), now=140.0)
+    learn(deadline, step_row(2, step=2.0), checkpoint=1, now=160.0)
     assert deadline.save_s == 61.0 and not deadline.is_saving
 
 
 def test_a_save_that_a_recovery_dropped_is_not_waited_for() -> None:
-    deadline = learn(Deadline(10), row(5, step=2.0, save_ckpt=1.0), now=100.0)
-    learn(deadline, row(4, at=9.0, step=2.0), now=500.0)
-    learn(deadline, row(5, at=10.0, step=2.0), checkpoint=5, now=900.0)
+    deadline = learn(Deadline(10), step_row(5, step=2.0, save_ckpt=1.0), now=100.0)
+    learn(deadline, step_row(4, at=9.0, step=2.0), now=500.0)
+    learn(deadline, step_row(5, at=10.0, step=2.0), checkpoint=5, now=900.0)
     assert deadline.save_s == 1.0
 
 
@@ -81,25 +82,25 @@ def test_a_step_under_way_is_known_to_take_as_long_as_it_does() -> None:
     for now in (0.0, 80.0):
         learn(deadline, now=now, batch=1)
     assert deadline.need_s == HEADROOM * 80 + 10
-    assert learn(deadline, row(1, step=90.0), now=90.0, batch=1).step_s == 90.0
-    learn(deadline, row(1, step=90.0), now=9000.0, batch=1)  # it waits for a batch: no step
+    assert learn(deadline, step_row(1, step=90.0), now=90.0, batch=1).step_s == 90.0
+    learn(deadline, step_row(1, step=90.0), now=9000.0, batch=1)  # it waits for a batch: no step
     assert deadline.step_s == 90.0
 
 
 def test_numbers_that_are_none_count_for_nothing() -> None:
-    assert learn(Deadline(10), row(1, step="nan", save_ckpt="inf")).need_s == RESERVE_S
+    assert learn(Deadline(10), step_row(1, step="nan", save_ckpt="inf")).need_s == RESERVE_S
 
 
 def test_until_a_save_was_seen_it_is_taken_to_need_the_margin() -> None:
-    assert learn(Deadline(300), row(1, step=50.0)).need_s == HEADROOM * 50 + 300
-    assert learn(Deadline(300), row(1, step=50.0, save_ckpt=0.0)).need_s == 300
+    assert learn(Deadline(300), step_row(1, step=50.0)).need_s == HEADROOM * 50 + 300
+    assert learn(Deadline(300), step_row(1, step=50.0, save_ckpt=0.0)).need_s == 300
 
 
 @given(st.floats(1, 1e4), st.floats(0, 1e4), st.floats(0, 1e4))
 def test_durations_of_an_earlier_attempt_do_not_end_one_before_its_first_batch(
     margin_s: float, step_s: float, save_s: float
 ) -> None:
-    earlier = row(7, attempt=1, step=step_s)
+    earlier = step_row(7, attempt=1, step=step_s)
     deadline = learn(Deadline(margin_s, save_s), earlier, attempt=2, batch=0)
     assert not deadline.is_due(margin_s + 1)
     learn(deadline, earlier, attempt=2, batch=8)
@@ -177,7 +178,7 @@ class SimulatedRun:
                 if now > ends_at:
                     break
                 self.saved = step
-            self.rows.append(row(step, attempt=self.attempt, at=1e6 * self.attempt + now, **seconds))
+            self.rows.append(step_row(step, attempt=self.attempt, at=1e6 * self.attempt + now, **seconds))
         if step > self.saved and now + self.save_s <= ends_at:
             self.saved = step
         self.lost += step - self.saved
@@ -230,6 +231,11 @@ def test_a_followed_run_reports_why_it_saves(tmp_path: Path, capsys: pytest.Capt
 # -- asking SLURM ----------------------------------------------------------------------------------
 
 
+def left(time: str) -> str:
+    """A squeue that reports the time left of job 7, and that of another task of its array."""
+    return printed(row("6", "7_1", "9-00:00:00"), row("7", "7_2", time))
+
+
 @pytest.fixture
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Install a squeue with this body. tests/slurm asks a real one."""
@@ -249,9 +255,9 @@ def test_squeue_takes_precedence_over_the_environment_variable(
 ) -> None:
     """The variable has the limit from the start of the job, by the clock of the host that set it."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
-    squeue("echo 1:00:05")
+    squeue(left("1:00:05"))
     assert asyncio.run(seconds_left("7")) == 3605.0
-    squeue("echo UNLIMITED")
+    squeue(left("UNLIMITED"))
     assert asyncio.run(seconds_left("7")) == math.inf
     squeue("echo 'squeue: error: Socket timed out' >&2; exit 1")
     assert (asyncio.run(seconds_left("7")) or 0) < -1e9
@@ -267,7 +273,7 @@ def test_a_limit_that_was_taken_away_ends_no_attempt_and_no_answer_changes_none(
     supervisor = Supervisor(RunDir(tmp_path))
     supervisor.journal.state = {"state": "running"}
     supervisor.use_allocation(Allocation(("n1",), 1, False, 0, job_id="7"))
-    for answer, is_limited in (("echo 1:00", True), ("exit 1", True), ("echo UNLIMITED", False)):
+    for answer, is_limited in ((left("1:00"), True), ("exit 1", True), (left("UNLIMITED"), False)):
         squeue(answer)
         asyncio.run(supervisor.clock.refresh())
         supervisor.journal.catch_up()
@@ -294,11 +300,11 @@ def test_an_elastic_engine_leaves_before_its_job_ends_though_no_warning_came(
     recipe["environments"] = {"train": [{"id": "reverse-text"}]}
     make_plan(tmp_path, recipe, processes=[process_plan(Role.TRAINER)])
     host = EngineHost(RunDir(tmp_path), 0)
-    squeue("echo 0:31")
+    squeue(left("0:31"))
     assert not asyncio.run(host._is_time_over())  # outside of a job SLURM is not asked
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert not asyncio.run(host._is_time_over())
-    squeue("echo 0:29")
+    squeue(left("0:29"))
     host.next_walltime_check, host.questions = 0.0, QuestionFloor(tmp_path / "later", every_s=0.0)
     assert asyncio.run(host._is_time_over())
 
@@ -334,17 +340,17 @@ def stop_of(supervisor: Supervisor) -> dict[str, Any]:
 def test_notices_on_stderr_do_not_hide_the_output_of_a_slurm_command(
     squeue: Callable[[str], None], tmp_path: Path
 ) -> None:
-    squeue(NOTICE + "echo 2:56")
+    squeue(NOTICE + left("2:56"))
     assert asyncio.run(seconds_left("7")) == 176.0
-    squeue("echo 'Welcome to the cluster'\necho 2:56")
+    squeue("echo 'Welcome to the cluster'\n" + left("2:56"))
     assert asyncio.run(seconds_left("7")) == 176.0
-    squeue(NOTICE + "printf '7 c[1-2]\\n'")
+    squeue(NOTICE + printed(row("7", "7", "7", "c[1-2]")))
     assert asyncio.run(excluded_hosts("7")) == {"7": "c[1-2]"}
-    squeue(NOTICE + "echo 200 100; echo 90 100")
+    squeue(NOTICE + printed(row("7", "7+0", "200", "100"), row("8", "7+1", "90", "100")))
     groups = tuple(HostGroup(frozenset((host,)), 1, 0, "7") for host in ("n2", "n1"))
     job = Allocation(("n1", "n2"), 1, False, 0, job_id="7", groups=groups)
     assert not asyncio.run(components_started_together(job))
-    squeue(NOTICE + "echo 'n1|RUNNING'")
+    squeue(NOTICE + printed(row("7", "7", "n1", "RUNNING")))
     for name, answer in (("scontrol", "echo n1"), ("sinfo", "echo 'n1 mixed'")):
         command = tmp_path / "bin" / name
         command.write_text(f"#!/bin/sh\n{NOTICE}{answer}\n")
@@ -359,9 +365,9 @@ def test_at_slurms_warning_a_shortened_walltime_is_seen(
     squeue: Callable[[str], None], tmp_path: Path
 ) -> None:
     supervisor = toy_supervisor(tmp_path)
-    squeue("echo 20:00")
+    squeue(left("20:00"))
     asyncio.run(supervisor.clock.refresh())
-    squeue("echo 0:45")  # scontrol update TimeLimit; the next regular look is ten minutes away
+    squeue(left("0:45"))  # scontrol update TimeLimit; the next regular look is ten minutes away
     asyncio.run(warn(supervisor))
     assert stop_of(supervisor)["left_s"] <= 60  # known at once, before SLURM has answered
     assert supervisor.clock.seconds_left() <= 45
@@ -374,7 +380,7 @@ def test_at_slurms_warning_no_answer_leaves_the_margin(squeue: Callable[[str], N
     squeue("echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
     asyncio.run(warn(supervisor))
     stop = stop_of(supervisor)
-    assert (stop["left_s"], stop["budget_s"]) == (60, 30)
+    assert (stop["left_s"], stop["limit_s"]) == (60, 30)
     assert read_json(supervisor.run_dir.state)["ends_at"] is not None
 
 
@@ -382,6 +388,6 @@ def test_after_slurms_warning_a_later_end_is_not_believed(
     squeue: Callable[[str], None], tmp_path: Path
 ) -> None:
     supervisor = toy_supervisor(tmp_path)
-    squeue("echo 20:00")
+    squeue(left("20:00"))
     asyncio.run(warn(supervisor))
     assert supervisor.clock.seconds_left() <= 60

@@ -36,7 +36,9 @@ from primerl_hpc.runtime.supervisor import Supervisor
 from primerl_hpc.runtime.types import ExitStatus, Launch, PhaseEnd
 from primerl_hpc.slurm import commands as slurm_commands
 from primerl_hpc.slurm.commands import UnansweredError
+from primerl_hpc.slurm.sbatch import find_jobs
 from tests.support.helpers import make_plan, process_plan
+from tests.support.slurm_rows import printed, queue_row, row
 from tests.unit.cli.test_cli import folder  # noqa: F401
 
 BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
@@ -100,8 +102,10 @@ def test_every_component_of_a_heterogeneous_job_excludes_bad_hosts(
     commands: Callable[..., Path], tmp_path: Path
 ) -> None:
     """squeue prints a line per component, each with its own hosts."""
-    excluded = f"printf '7+0 c[1-2]\\n7+1 \\n'; [ ! -e {tmp_path}/0 ] || cat {tmp_path}/0 {tmp_path}/1"
-    update = f'job="${{2#JobId=}}"; echo "$job ${{3#ExcNodeList=}}" >{tmp_path}/"${{job#7+}}"'
+    before = printed(row("7", "7+0", "7+0", "c[1-2]"), row("8", "7+1", "7+1", ""))
+    excluded = f"{before}; [ ! -e {tmp_path}/0 ] || cat {tmp_path}/0 {tmp_path}/1"
+    after = """printf '7\\037%s\\037%s\\037%s\\n' $job $job "${3#ExcNodeList=}" """
+    update = f'job="${{2#JobId=}}"; {after} >{tmp_path}/"${{job#7+}}"'
     calls = commands(squeue=excluded, scontrol=f"[ $1 = requeue ] || {{ {update}; }}")
     assert asyncio.run(requeue("7", ["n1"])) is None
     assert asked_of(calls, "scontrol") == [
@@ -109,6 +113,36 @@ def test_every_component_of_a_heterogeneous_job_excludes_bad_hosts(
         "scontrol update JobId=7+0 ExcNodeList=c[1-2],n1",
         "scontrol update JobId=7+1 ExcNodeList=n1",
     ]
+
+
+def test_the_task_of_an_array_is_requeued_alone_and_ends_only_its_own_steps(
+    commands: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last task of an array has the array's number: ``scontrol requeue 1`` would requeue all tasks."""
+    for name, value in (("JOB_ID", "1"), ("ARRAY_JOB_ID", "1"), ("ARRAY_TASK_ID", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    hosts = printed(row("3", "1_3", "1_3", "n9"), row("1", "1_4", "1_4", "n8"))
+    steps = "printf '1_4.0|trainer-0\\n1_3.0|trainer-0\\n'"
+    squeue = f"case $1 in --steps) {steps} ;; *) {hosts} ;; esac"
+    calls = commands(squeue=squeue, scontrol="exit 0", scancel="exit 0")
+    assert asyncio.run(requeue("1", ["n1"], may_poll=False)) is None
+    assert asked_of(calls, "scontrol") == [
+        "scontrol requeue 1_4",
+        "scontrol update JobId=1_4 ExcNodeList=n8,n1",
+    ]
+    launch = Launch(process_plan(Role.TRAINER), RunDir(tmp_path / "toy"), "main", 1, 0)
+    asyncio.run(SrunStep(launch, Allocation(("n1",), 1, False, 0, job_id="1"))._end_lost_step())
+    assert asked_of(calls, "scancel") == ["scancel --signal=KILL 1_4.0"]
+
+
+def test_a_component_of_a_heterogeneous_job_is_not_another_job_of_its_script(
+    commands: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What an uncertain submission left behind is cancelled, also by the number of one component."""
+    script = tmp_path / ".submission_file_1.sh"
+    listed = (("7", "7+0"), ("8", "7+1"), ("9", "9"))
+    commands(squeue=printed(*(row(*numbers, str(script)) for numbers in listed)))
+    assert find_jobs(script) == ["7", "9"]
 
 
 @pytest.fixture
@@ -141,7 +175,8 @@ def test_the_next_link_is_queued_once_if_sbatch_appears_to_time_out(
     calls = commands(
         sbatch=(
             f"env >{tmp_path}/environ\n"
-            f'take() {{ printf "%s\\x1f%s\\n" $((40 + call)) "$script" >>{queue}; }}; script="${{@: -1}}"\n'
+            f'take() {{ printf "%s\\x1f%s\\x1f%s\\n" $((40 + call)) $((40 + call)) "$script" >>{queue}; }}\n'
+            'script="${@: -1}"\n'
             f'[ $call = 1 ] && {first}\ntake; echo "Submitted batch job $((40 + call))"'
         ),
         squeue=f"[ $call = 1 ] && {BUSY}\ncat {queue}",
@@ -329,7 +364,7 @@ def test_a_node_is_not_considered_lost_before_slurm_answers(
 ) -> None:
     monkeypatch.setattr(slurm_commands, "ANSWER_S", 5.0)
     commands(
-        squeue=f"[ $call = 1 ] && {silence}\necho 'n2|RUNNING'",
+        squeue=f"[ $call = 1 ] && {silence}\n{printed(row('7', '7', 'n2', 'RUNNING'))}",
         scontrol=f"[ $call = 1 ] && {silence}\necho n2",
         sinfo=f"[ $call = 1 ] && {silence}\necho n2 idle",
     )
@@ -379,7 +414,7 @@ def test_a_bad_node_leaves_the_run_to_the_next_link_if_the_job_cannot_requeue(
     commands: Callable[..., Path], run: RunDir, tried_before: tuple[str, ...]
 ) -> None:
     """If requeue is disabled or refused, the next link continues (docs/decisions/0007-chains.md)."""
-    waits = r"printf '2\x1fPENDING\x1fDependency\x1f\x1f\n'"
+    waits = printed(queue_row("2", "PENDING", "Dependency"))
     calls = commands(scontrol='echo "requests are disabled"; exit 1', squeue=waits, scancel="exit 0")
     supervisor = end_of_trainer(run)[0]
     supervisor.handoff.chain, supervisor.handoff.job = JobChain(("1", "2")), "1"
@@ -398,7 +433,7 @@ def test_a_requeued_job_excludes_its_bad_node_only_where_jobs_may_name_nodes(
     commands: Callable[..., Path], run: RunDir, may_name_nodes: bool
 ) -> None:
     """TACC deletes jobs that exclude nodes."""
-    calls = commands(scontrol="exit 0", squeue="echo 1 n1")
+    calls = commands(scontrol="exit 0", squeue=printed(row("1", "1", "1", "n1")))
     write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1})
     supervisor = end_of_trainer(run)[0]
     supervisor.handoff.job = "1"

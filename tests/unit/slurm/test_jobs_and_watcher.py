@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,10 @@ from primerl_hpc.observe.status.job_watcher import FIRST_PAUSE_S, JobWatcher
 from primerl_hpc.observe.status.snapshot import real_state
 from primerl_hpc.run.job_chain import current_job
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.commands import ask, query_environ
-from primerl_hpc.slurm.jobs import SEPARATOR, JobFact, parse_sacct, parse_squeue
-
-
-def line(*fields: str) -> str:
-    return SEPARATOR.join(fields) + "\n"
+from primerl_hpc.slurm.command_lines import rows_of, task_name
+from primerl_hpc.slurm.commands import UnknownJobError, ask, query_environ
+from primerl_hpc.slurm.jobs import FORGOTTEN, MOST_ALONE, JobFact, find_facts, parse_sacct, parse_squeue
+from tests.support.slurm_rows import SUBMITTED, account_row, asked_jobs, queue_row, row, squeue_answer
 
 
 class Slurm:
@@ -37,7 +36,7 @@ class Slurm:
         self.asked.append(command[0])
         if self.is_down:
             raise SchedulerError("slurm_load_jobs error: Socket timed out on send/recv operation")
-        return self.squeue if command[0] == "squeue" else self.sacct
+        return squeue_answer(command, self.squeue) if command[0] == "squeue" else self.sacct
 
 
 @pytest.fixture
@@ -52,15 +51,15 @@ def jobs(slurm: Slurm) -> JobWatcher:
 
 def test_many_runs_need_one_query(slurm: Slurm, jobs: JobWatcher) -> None:
     slurm.squeue = "".join(
-        line(str(i), "RUNNING", "None", "2026-11-21T03:36:13", f"n{i}") for i in range(1000)
+        queue_row(str(i), "RUNNING", "None", "2026-11-21T03:36:13", f"n{i}") for i in range(1000)
     )
     facts = jobs.facts({str(i): 0 for i in range(1000)})
     assert len(facts) == 1000 and slurm.asked == ["squeue"]
 
 
 def test_only_jobs_unknown_to_squeue_are_queried_in_accounting(slurm: Slurm, jobs: JobWatcher) -> None:
-    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
-    slurm.sacct = line("2", "CANCELLED by 1000", "0:15", "", "n2", "None")
+    slurm.squeue = queue_row("1", "RUNNING", "None", "", "n1")
+    slurm.sacct = account_row("2", "CANCELLED by 1000", "0:15", "", "n2")
     facts = jobs.facts({"1": 0, "2": 0})
     assert (facts["1"].state, facts["2"].state) == ("RUNNING", "CANCELLED")
     slurm.now += 1e6
@@ -70,7 +69,7 @@ def test_only_jobs_unknown_to_squeue_are_queried_in_accounting(slurm: Slurm, job
 
 def watch_for_ten_minutes(slurm: Slurm, jobs: JobWatcher) -> None:
     """Job 1, which is always running."""
-    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    slurm.squeue = queue_row("1", "RUNNING", "None", "", "n1")
     for _ in range(600):
         jobs.facts({"1": "running"})
         slurm.now += 1.0
@@ -90,7 +89,7 @@ def test_queries_become_less_frequent_without_changes_and_prompt_after_one(
 def test_a_new_job_is_asked_about_at_once_unless_its_site_limits_questions(
     slurm: Slurm, jobs: JobWatcher, tmp_path: Path
 ) -> None:
-    slurm.squeue = "".join(line(str(job), "RUNNING", "None", "", "n1") for job in range(1, 4))
+    slurm.squeue = "".join(queue_row(str(job), "RUNNING", "None", "", "n1") for job in range(1, 4))
     run = RunDir(tmp_path)
 
     def submit(job: int, **more: float) -> None:
@@ -110,7 +109,7 @@ def test_a_new_job_is_asked_about_at_once_unless_its_site_limits_questions(
 def test_the_end_of_a_job_is_seen_soon_after_the_run_reported_it(slurm: Slurm, jobs: JobWatcher) -> None:
     watch_for_ten_minutes(slurm, jobs)
     jobs.facts({"1": "failed"})
-    slurm.squeue = line("1", "FAILED", "NonZeroExitCode", "", "n1")
+    slurm.squeue = queue_row("1", "FAILED", "NonZeroExitCode", "", "n1")
     slurm.now += 2 * FIRST_PAUSE_S
     assert jobs.facts({"1": "failed"})["1"].has_ended
 
@@ -118,7 +117,7 @@ def test_the_end_of_a_job_is_seen_soon_after_the_run_reported_it(slurm: Slurm, j
 def test_a_slurm_that_does_not_answer_keeps_the_known_state_and_is_queried_less_often(
     slurm: Slurm, jobs: JobWatcher
 ) -> None:
-    slurm.squeue = line("1", "RUNNING", "None", "", "n1")
+    slurm.squeue = queue_row("1", "RUNNING", "None", "", "n1")
     jobs.facts({"1": 0})
     slurm.is_down = True
     for _ in range(100):
@@ -155,7 +154,7 @@ def test_recorded_replies_are_parsed(version: str) -> None:
 def test_reasons_with_spaces_array_jobs_and_component_leaders_are_parsed() -> None:
     texts = [(DATA / f"squeue-{version}.txt").read_text() for version in VERSIONS]
     facts = [fact for text in texts for fact in parse_squeue(text).values()]
-    assert {"8", "18_7", "18_[8-40%4]"} <= {fact.job_id for fact in facts}
+    assert {"8", "18", "22"} <= {fact.job_id for fact in facts} and "9" not in {fact.job_id for fact in facts}
     reasons = {fact.reason for fact in facts}
     assert {"ReqNodeNotAvail, UnavailableNodes:n[7,9]", "launch failed requeued held"} <= reasons
     assert not any(fact.has_ended for fact in facts if fact.state in ("COMPLETING", "REQUEUE_HOLD"))
@@ -185,8 +184,10 @@ def test_a_controller_whose_name_does_not_resolve_is_one_sentence(
 
 
 def test_banners_and_torn_lines_are_not_jobs() -> None:
-    text = "*** maintenance on Monday ***\n" + line("7", "RUNNING", "None", "N/A", "n[1-2]") + "8\x1fRUN"
-    assert parse_squeue(text) == {"7": JobFact("7", "RUNNING", "", None, "", "n[1-2]")}
+    text = "*** maintenance on Monday ***\n" + queue_row("7", "RUNNING", "None", "N/A", "n[1-2]") + "8\x1fRUN"
+    assert parse_squeue(text) == {
+        "7": JobFact("7", "RUNNING", "", None, "", "n[1-2]", submitted=SUBMITTED, name="toy")
+    }
 
 
 @pytest.fixture
@@ -268,10 +269,10 @@ def test_a_final_state_written_during_the_query_counts(run: RunDir, last_word: s
 
 
 def test_an_ended_job_is_queried_again_after_its_run_changed(slurm: Slurm, jobs: JobWatcher) -> None:
-    slurm.squeue = line("1", "NODE_FAIL", "None", "", "n1")
+    slurm.squeue = queue_row("1", "NODE_FAIL", "None", "", "n1")
     assert jobs.facts({"1": "running"})["1"].has_ended
     slurm.now += 1e6
-    slurm.squeue = line("1", "RUNNING", "None", "", "n2")
+    slurm.squeue = queue_row("1", "RUNNING", "None", "", "n2")
     assert jobs.facts({"1": "running"})["1"].has_ended
     assert jobs.facts({"1": "starting"})["1"].state == "RUNNING"
 
@@ -292,7 +293,7 @@ def test_a_job_unknown_to_slurm_does_not_stay_pending(
     found, message = state_of()
     assert found == RunState.FAILED
     assert "SLURM no longer knows job 5" in (message or "") and "primerl-hpc resume p1" in (message or "")
-    slurm.squeue, slurm.now = line("5", "PENDING", "Priority", "N/A", ""), slurm.now + 1e6
+    slurm.squeue, slurm.now = queue_row("5", "PENDING", "Priority", "N/A", ""), slurm.now + 1e6
     assert state_of()[0] == RunState.PENDING
 
 
@@ -304,7 +305,7 @@ def test_after_a_link_unknown_to_slurm_the_waiting_link_counts(
     state = {"attempt": 1, "state": "pending", "job_id": "5", "message": "link 2 of 2 goes on after step 3"}
     write_json(run.job, job)
     write_json(run.state, state)
-    slurm.squeue = line("6", "PENDING", "Priority", "N/A", "")
+    slurm.squeue = queue_row("6", "PENDING", "Priority", "N/A", "")
     facts = jobs.facts_of([run])
     assert current_job(job, state, facts) == "6"
     assert real_state(run, state, job, facts) == (RunState.PENDING, state["message"])
@@ -319,6 +320,105 @@ def test_a_held_job_reports_who_can_release_it_and_has_no_expected_start(
 ) -> None:
     run = RunDir(tmp_path)
     write_json(run.job, {"scheduler": "slurm", "job_id": "5", "attempt": 1})
-    slurm.squeue = line("5", "PENDING", reason, "2027-11-24T03:00:00", "")
+    slurm.squeue = queue_row("5", "PENDING", reason, "2027-11-24T03:00:00", "")
     state, message = real_state(run, {}, read_json(run.job), jobs.facts_of([run]))
     assert state == RunState.PENDING and words in (message or "") and "2027" not in (message or "")
+
+
+# -- numbers: of arrays, of jobs that SLURM does not list, given again to other jobs ------------------
+
+ARRAY = queue_row("3", "RUNNING", listed="1_3") + queue_row("1", "COMPLETED", listed="1_4")
+"""Printed by SLURM 22.05 for ``squeue --jobs=1``: the last task of an array has the array's number as its own."""
+
+
+def test_the_tasks_of_a_job_array_are_found_under_their_own_numbers() -> None:
+    past = account_row("3", "FAILED", "3:0", listed="1_3") + account_row("1", "RUNNING", listed="1_4")
+    assert {job: fact.state for job, fact in parse_squeue(ARRAY).items()} == {
+        "3": "RUNNING",
+        "1": "COMPLETED",
+    }
+    assert {job: fact.state for job, fact in parse_sacct(past).items()} == {"3": "FAILED", "1": "RUNNING"}
+
+
+def test_rows_of_other_tasks_of_an_array_are_not_those_of_the_job() -> None:
+    text = "a notice\n" + row("3", "1_3", "n1") + row("1", "1_4", "n2") + row("1", "1")
+    assert rows_of("1", text, 1) == [["n2"]] and rows_of("3", text, 1) == [["n1"]]
+    components = row("7", "7+0", "n1") + row("8", "7+1", "n2") + row("9", "9", "n3")
+    assert rows_of("7", components, 1) == [["n1"], ["n2"]]
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "4"}, "1_4"),
+        ({"SLURM_JOB_ID": "1"}, "1"),
+        ({"SLURM_JOB_ID": "3", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}, "1"),
+        ({}, "1"),
+    ],
+    ids=["its own task", "no array", "asked by another task", "outside of a job"],
+)
+def test_a_command_that_changes_the_task_of_an_array_does_not_name_the_array(
+    environ: dict[str, str], name: str
+) -> None:
+    assert task_name("1", environ) == name
+
+
+INVALID, HIDDEN = UnknownJobError("slurm_load_jobs error: Invalid job id specified"), ""
+NO_ACCOUNTING = SchedulerError("sacct: Slurm accounting storage is disabled")
+
+
+@pytest.mark.parametrize(
+    ("listed", "accounted", "state"),
+    [
+        (queue_row("7", "RUNNING"), account_row("7", "COMPLETED"), "RUNNING"),
+        (HIDDEN, account_row("7", "COMPLETED"), "COMPLETED"),
+        (HIDDEN, account_row("7", "RUNNING"), "RUNNING"),
+        (HIDDEN, "", None),
+        (HIDDEN, NO_ACCOUNTING, None),
+        (INVALID, account_row("7", "COMPLETED"), "COMPLETED"),
+        (INVALID, account_row("7", "RUNNING"), FORGOTTEN),  # slurmdbd has missed its end
+        (INVALID, "", FORGOTTEN),
+        (INVALID, NO_ACCOUNTING, FORGOTTEN),
+    ],
+)
+@pytest.mark.parametrize("jobs", [["7"], ["7", "8"]], ids=["alone", "with another"])
+def test_a_job_that_squeue_does_not_list_is_over_only_if_slurm_says_so(
+    jobs: list[str], listed: str | Exception, accounted: str | Exception, state: str | None
+) -> None:
+    def ask(command: list[str]) -> str:
+        answer = listed if command[0] == "squeue" else accounted
+        if isinstance(answer, UnknownJobError) and asked_jobs(command) != ["7"]:
+            answer = queue_row("8", "RUNNING")  # asked about several jobs, squeue omits unknown ones
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    fact = find_facts(jobs, ask).get("7")
+    assert (fact.state if fact else None) == state
+
+
+def test_few_jobs_are_asked_about_separately() -> None:
+    asked = []
+
+    def ask(command: list[str]) -> str:
+        asked.append(command)
+        return ""
+
+    assert find_facts([str(job) for job in range(100)], ask) == {} and len(asked) == 2 + MOST_ALONE
+
+
+def test_a_job_whose_number_was_given_again_is_not_the_runs_job(
+    tmp_path: Path, slurm: Slurm, jobs: JobWatcher
+) -> None:
+    """SLURM counts from the start after its limit, and on a new cluster."""
+    run, submitted = RunDir(tmp_path), datetime.fromisoformat(SUBMITTED).timestamp()
+    own = {"scheduler": "slurm", "job_id": "5", "attempt": 1, "name": "math", "submitted": submitted}
+    write_json(run.job, own)
+    slurm.squeue = queue_row("5", "RUNNING", name="code", submitted="2026-07-01T00:00:00")
+    assert jobs.facts_of([run])["5"].is_forgotten
+    for name, at in (("math", "2026-07-01T00:00:00"), ("code", SUBMITTED), ("code", "2026-01-01T00:30:00")):
+        slurm.squeue, slurm.now = queue_row("5", "RUNNING", name=name, submitted=at), slurm.now + 1e6
+        assert jobs.facts_of([run])["5"].state == "RUNNING"  # requeued, renamed by the site, clocks differ
+    write_json(run.job, {**own, "here": True})
+    slurm.squeue, slurm.now = queue_row("5", "RUNNING", submitted="2025-01-01T00:00:00"), slurm.now + 1e6
+    assert jobs.facts_of([run])["5"].state == "RUNNING"  # the allocation is older than the run

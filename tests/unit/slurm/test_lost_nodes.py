@@ -18,6 +18,7 @@ from primerl_hpc.runtime.process_state import ProcessState
 from primerl_hpc.runtime.steps.srun import SrunStep
 from primerl_hpc.runtime.types import ExitStatus, Launch, PhaseEnd
 from tests.support.helpers import process_plan
+from tests.support.slurm_rows import printed, row
 from tests.unit.slurm.test_busy_slurm import commands, end_of_trainer, run  # noqa: F401
 
 # printed by srun 22.05 for a step on n2 and n3, a minute after the power cut of n3
@@ -28,7 +29,11 @@ srun: Job step aborted: Waiting up to 32 seconds for job step to finish.
 srun: error: n2: task 0: Killed
 """
 REFUSED = b"srun: error: Task launch for StepId=1.3 failed on node n3: Job credential expired\n"
-RESPONDING = {"squeue": "echo 'n1|RUNNING'", "scontrol": "echo n1", "sinfo": "echo n1 allocated"}
+RESPONDING = {
+    "squeue": printed(row("7", "7", "n1", "RUNNING")),
+    "scontrol": "echo n1",
+    "sinfo": "echo n1 allocated",
+}
 
 
 def decide(phase: PhaseRun, trainer: ProcessState) -> PhaseEnd | None:
@@ -85,7 +90,7 @@ def test_a_node_on_which_no_step_starts_is_lost_although_slurm_has_not_noticed(
 
 @pytest.mark.parametrize(
     "answers",
-    [RESPONDING, RESPONDING | {"squeue": "echo 'n4|COMPLETING'", "scontrol": "echo n4"}],
+    [RESPONDING, RESPONDING | {"squeue": printed(row("7", "7", "n4", "COMPLETING")), "scontrol": "echo n4"}],
     ids=["responds", "job ends"],
 )
 def test_a_failure_on_a_node_that_responds_or_at_the_end_of_the_job_is_no_loss(

@@ -14,11 +14,12 @@ import sys
 import zlib
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from primerl_hpc.cli.main import cli
-from primerl_hpc.common.errors import ExitCode, NotFoundError
+from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.observe.diagnose.diagnose import diagnose, render_diagnosis
@@ -33,7 +34,7 @@ from primerl_hpc.runtime.steps.stacks import blocked_threads, state_of, waited_p
 from tests.support.helpers import TOY_RECIPE as TOY
 from tests.support.helpers import make_plan, process_plan, wait_for
 from tests.support.terminal import Terminal
-from tests.unit.runtime.test_supervisor import SERVE, UNTIL_STOPPED, Toy, toy  # noqa: F401 (a fixture)
+from tests.unit.runtime.test_supervisor import PUBLISH, SERVE, UNTIL_STOPPED, Toy, toy  # noqa: F401 (a fixture)
 
 SCRIPT = "echo out; echo err >&2; exit 3"
 # the parent of a vfork is in state D until its child ends: it waits in the kernel and accepts no signal but SIGKILL
@@ -67,6 +68,46 @@ def test_commands_run_in_a_running_run_with_their_own_exit_code(toy: Toy) -> Non
         assert terminal.end() == 5
     write_json(toy.run.stop_request, {})
     toy.end()
+
+
+OBSERVING = (
+    ("status",),
+    ("logs",),
+    ("logs", "job"),
+    ("samples",),
+    ("scores",),
+    ("diagnose",),
+    ("chat", "--prompt", "hello"),
+    ("stacks",),
+    ("exec", "--", "true"),
+    ("shell", "--json"),
+    ("du",),
+    ("profile",),
+)
+"""Commands that look at a run, some of which are refused: this run has no engine, no trainer and no rollouts."""
+
+
+def test_commands_that_observe_a_run_change_nothing_in_it(toy: Toy) -> None:  # noqa: F811
+    def files() -> dict[Path, bytes]:
+        own = (toy.run.state, toy.run.supervisor_lock)  # the supervisor's heartbeat
+        paths = [path for path in toy.run.root.rglob("*") if path.is_file() and path not in own]
+        return {path: path.read_bytes() for path in paths}
+
+    def processes() -> dict[int, float]:
+        assert toy.supervisor is not None
+        children = psutil.Process(toy.supervisor.pid).children(recursive=True)
+        return {child.pid: child.create_time() for child in children}
+
+    toy.add(Role.ORCHESTRATOR, PUBLISH + UNTIL_STOPPED, OnExit.ENDS_PHASE)
+    toy.start()
+    wait_for(lambda: toy.is_ready("orchestrator-0"))
+    before = files(), processes()
+    for name, *words in OBSERVING:
+        done = command(name, run_of(toy), *words)
+        assert done.exception is None or isinstance(done.exception, PrimerlError), done.exception
+    assert (files(), processes()) == before
+    write_json(toy.run.stop_request, {})
+    assert toy.end() == ExitCode.STOPPED
 
 
 def test_profile_requests_traces_of_existing_ranks_and_reports_a_run_that_ends(toy: Toy) -> None:  # noqa: F811
