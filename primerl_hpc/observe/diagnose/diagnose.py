@@ -21,6 +21,7 @@ from typing import Any
 from primerl_hpc.common.errors import ExitCode, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.safety.secret_values import mask, mask_data
 from primerl_hpc.observe.diagnose.known_faults import SIGNALS, KnownFault, recognize_fault
 from primerl_hpc.observe.inside.stacks import collect_stacks
 from primerl_hpc.observe.rollouts import warning_sentences
@@ -89,6 +90,11 @@ class Diagnosis:
         return [row for row in recoveries if row["attempt"] == self.snapshot.attempt]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the diagnosis for ``--json``. Secrets are masked, as in the text: both are pasted into reports."""
+        return mask_data(self._values)
+
+    @property
+    def _values(self) -> dict[str, Any]:
         snapshot = self.snapshot
         return {
             "run": snapshot.name,
@@ -355,7 +361,7 @@ def render_diagnosis(found: Diagnosis, num_lines: int) -> str:
         lines += wrap(found.advice, "")
     if found.next_command:  # never wrapped, so that it can be copied
         lines.append(f"next         {found.next_command}")
-    return "\n".join(lines)
+    return mask("\n".join(lines))
 
 
 def _slurm_trouble(found: Diagnosis) -> str | None:
