@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag
 
 from primerl_hpc.common.block import Block
 from primerl_hpc.common.node.binding import parse_cpus
+from primerl_hpc.common.safety.secret_values import mask
 
 _TIME = re.compile(r"(\d+-\d+(:\d{2}){0,2}|\d+(:\d{2}){0,2}|UNLIMITED|INFINITE)")
 
@@ -33,6 +34,11 @@ def _check_memory(value: str) -> str:
 def _check_one_line(value: str) -> str:
     if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise ValueError("must be one line without control characters")
+    if mask(value) != value:
+        raise ValueError(
+            "looks like it contains a secret, which would be copied into scripts and reports; read it from a variable "
+            "or file"
+        )
     return value
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.safety.odd_text import BIDIRECTIONAL, describe, odd_character, shown
+from primerl_hpc.common.safety.secret_values import has_secret_form, is_named_secret
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -159,6 +160,21 @@ def refuse_odd_text(document: Document) -> None:
                 f"{shown(dotted(path))} contains {found}: '{shown(text)[:80]}'",
                 location=document.location(path),
                 hint="remove the character; store other text in a file",
+            )
+
+
+def refuse_secrets(document: Document) -> None:
+    """Raise ConfigError for the first text with the form of a secret, or under a key whose name indicates one.
+
+    Environment variables have a stricter check (`block.Variables`).
+    """
+    for path, text in _texts(document.values, ()):
+        name = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if has_secret_form(text) or (text != name and is_named_secret(name, text)):
+            raise ConfigError(
+                f"the value of {dotted(path)} looks like a secret and would be copied into plans and reports",
+                location=document.location(path),
+                hint="pass the secret in an environment variable: env: {NAME: {from: NAME}}",
             )
 
 

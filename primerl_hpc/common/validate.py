@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from primerl_hpc.common.block import VariableMap
-from primerl_hpc.common.document import Document, dotted, refuse_odd_text
+from primerl_hpc.common.document import Document, dotted, refuse_odd_text, refuse_secrets
 from primerl_hpc.common.env import Override
 from primerl_hpc.common.errors import ConfigError
 
@@ -25,9 +25,11 @@ def validate(block: type[B], document: Document) -> B:
     it."""
     refuse_odd_text(document)  # overrides were not checked when the file was loaded
     try:
-        return block.model_validate(document.values)
+        validated = block.model_validate(document.values)
     except ValidationError as error:
         raise _first_fault(block, document, error.errors()) from None
+    refuse_secrets(document)
+    return validated
 
 
 def _first_fault(block: type[BaseModel], document: Document, faults: list[ErrorDetails]) -> ConfigError:

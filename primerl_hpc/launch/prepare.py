@@ -28,7 +28,7 @@ from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.safety.odd_text import check_path_text
-from primerl_hpc.common.safety.secret_values import mask
+from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.run.access.elsewhere import delete_parts, link_part
@@ -207,7 +207,7 @@ def provenance() -> dict[str, object]:
         "packages": versions,
         "code": git_state(Path(__file__).resolve().parents[2]),
         "submitted_from": platform.node(),
-        "command": [mask(word) for word in sys.argv],
+        "command": mask_data(sys.argv),
         "time": round(time.time(), 3),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.safety.error_text import describe_error
+from primerl_hpc.common.safety.secret_values import mask_data
 
 _CONFIG = ("model", "profile", "accelerator", "nodes", "layout", "request", "versions", "engines")
 
@@ -33,7 +34,7 @@ def send_result(project: str, name: str, result: Mapping[str, Any]) -> None:
     import wandb
     from wandb.errors import Error as WandbError
 
-    config = {key: result[key] for key in _CONFIG if key in result}
+    config = mask_data({key: result[key] for key in _CONFIG if key in result})
     settings = wandb.Settings(console="off", save_code=False, silent=True)
     mode: Any = env.wandb_mode() or "online"  # wandb refuses unknown ones
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.safety.error_text import describe_error
+from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.recipe.schema.run import Mlflow
 from primerl_hpc.tracking.base import (
     SAMPLE_COLUMNS,
@@ -60,7 +61,7 @@ class MlflowTarget:
         experiment = (
             found.experiment_id if found is not None else self._client.create_experiment(settings.experiment)
         )
-        tags = {"primerl.recipe": context.recipe.name, "primerl.model": context.recipe.model.name}
+        tags = mask_data({"primerl.recipe": context.recipe.name, "primerl.model": context.recipe.model.name})
         name = settings.run_name or context.run.root.name
         return self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
 

@@ -18,7 +18,7 @@ import httpx
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.safety.error_text import describe_error
-from primerl_hpc.common.safety.secret_values import mask_forms
+from primerl_hpc.common.safety.secret_values import mask, mask_data
 from primerl_hpc.recipe.schema.run import Prime
 from primerl_hpc.tracking.base import (
     Item,
@@ -98,7 +98,7 @@ class PrimeTarget:
             body["batch_size"] = recipe.rollouts.batch_size
         if self.settings.team_id is not None:
             body["team_id"] = self.settings.team_id
-        reply = self._call("POST", "/external-runs", body)
+        reply = self._call("POST", "/external-runs", mask_data(body))
         found = reply.get("run", {})
         if not isinstance(found, dict) or not isinstance(run_id := found.get("id"), str) or not run_id:
             raise TargetUnavailableError(f"{self._base} returned no run.id for a new run")
@@ -152,7 +152,7 @@ class PrimeTarget:
                 continue
             if reply.is_success:
                 return reply
-            cause = f"HTTP {reply.status_code} {mask_forms(reply.text[:200])}".strip()
+            cause = f"HTTP {reply.status_code} {mask(reply.text[:200])}".strip()
             if reply.is_client_error and reply.status_code not in _AGAIN:
                 raise ConfigError(
                     f"the Prime platform refused {name}: {cause}",

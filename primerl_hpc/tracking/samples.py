@@ -1,4 +1,4 @@
-"""Tables of rollouts from traces/train.jsonl, and the distributions of their figures.
+"""Tables of rollouts from traces/train.jsonl, and the distributions of their figures. Secrets in texts are masked.
 
 reader = SampleReader(run.traces("train"))
 reader.rows(20)           # the rows of the rollouts that were collected for batch 20
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.files import parse_row
+from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.recipe.schema.run import LogExtras
 from primerl_hpc.run.records import messages_of
 from primerl_hpc.tracking.base import SampleTable
@@ -70,7 +71,7 @@ class SampleReader:
         return SampleTable(
             number,
             step,
-            [_sample(step, row) for row in chosen] if extras.samples else [],
+            [mask_data(_sample(step, row)) for row in chosen] if extras.samples else [],
             {name: values for name, values in distributions.items() if values}
             if extras.distributions
             else {},

@@ -7,7 +7,6 @@ interruption sending continues after the server's last step. Charts use ``<sourc
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.safety.error_text import describe_error
-from primerl_hpc.common.safety.secret_values import mask_forms
+from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.recipe.schema.run import Wandb
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.tracking.base import (
@@ -104,7 +103,7 @@ class WandbTarget:
                 f"tracking.wandb.id: {run_id} is the W&B run of another run",
                 hint="choose another id, or remove the key",
             )
-        recipe = json.loads(mask_forms(self.context.recipe.model_dump_json()))
+        recipe = mask_data(self.context.recipe.model_dump(mode="json"))
         self.session.config.update({**recipe, OWNER: own}, allow_val_change=True)
 
 

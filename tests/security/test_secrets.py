@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl_hpc.cli.diagnose import command as diagnose_command
+from primerl_hpc.cli.report import command as report_command
 from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.common.document import load_yaml
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.files import append_json, write_json, write_text
 from primerl_hpc.common.names import Role, process_name
-from primerl_hpc.common.safety.secret_values import MASK, is_secret, mask
+from primerl_hpc.common.safety.secret_values import MASK, has_secret_form, is_secret, mask, mask_data
 from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.plan.planner import compile_plan
+from primerl_hpc.plan.types import OnExit, load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.resolve import resolve
+from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import ROOT, make_tiny_model
+from primerl_hpc.tracking.relay import Relay
+from tests.support.helpers import (
+    PATIENCE_S,
+    ROOT,
+    make_plan,
+    make_tiny_model,
+    process_plan,
+    start_role,
+    wait_for,
+)
+from tests.support.prime_server import KEY, serve_prime
+from tests.support.wandb_server import API_KEY, serve_wandb
 
 TINY = str(ROOT / "recipes" / "reverse_text" / "tiny.yaml")
 TOKEN = "hf_" + "AbCdEfGhIj" * 4
+LETTERS = "Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8Qr9St0Uv1Wx2Yz3Ab4"
+HEX = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +65,22 @@ TOKEN = "hf_" + "AbCdEfGhIj" * 4
         ("X", "AKIAIOSFODNN7EXAMPLE"),
         ("X", "https://me:hunter2@index.example.org/simple"),
         ("X", "-----BEGIN RSA PRIVATE KEY-----"),
+        *[(name, "hunter2x") for name in ("DB_PASS", "PGPASS", "MYPW", "MYSQL_PWD", "GITHUBTOKEN", "apiKey")],
+        ("DB_PASSWORD", "123456"),
+        ("OPTS", "--token=hunter2x"),
+        ("OPTS", "--verbose --api-key hunter2x"),
+        ("CURL", "-H 'Authorization: Bearer hunter2x'"),
+        ("INDEX", "https://index.example.org/?access_token=hunter2x&page=1"),
+        ("X", "wandb_v1_" + LETTERS),
+        ("X", "pit_" + LETTERS),
+        ("X", "nvapi-" + LETTERS),
+        ("X", "AIza" + LETTERS[:35]),
+        ("X", "ya29." + LETTERS),
+        ("X", "r8_" + LETTERS[:37]),
+        ("X", "sk_live_" + LETTERS[:24]),
+        ("X", "dapi" + HEX[:32]),
+        ("X", "dckr_pat_" + LETTERS[:27]),
+        ("X", HEX),
     ],
 )
 def test_a_secret_is_detected_by_its_name_or_its_form(name: str, value: str) -> None:
@@ -62,11 +101,24 @@ def test_a_secret_is_detected_by_its_name_or_its_form(name: str, value: str) -> 
         ("HF_TOKEN_PATH", "/home/me/.cache/huggingface/token"),
         ("KEYBOARD", "x"),
         ("HTTPS_PROXY", "http://proxy.example.org:3128"),
+        ("MODEL_REVISION", HEX),
+        ("GIT_SHA", HEX),
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
+        ("MAX_TOKEN_BUDGET", "8192"),
+        ("PAD_TOKEN", "<|endoftext|>"),
+        ("OPTS", "--max-tokens=12 --token=$HF_TOKEN --token-file=/home/me/token"),
+        ("BYPASS", "x"),
+        ("SSH_ASKPASS", "/usr/bin/ask"),
+        ("OLDPWD", "/home/me"),
+        ("PUBLIC_KEY", "x"),
+        ("MY_KEY_FILE", "/home/me/key"),
+        ("CC", "gcc -march=native"),
     ],
 )
 def test_values_that_are_not_secrets_are_accepted(name: str, value: str) -> None:
     assert not is_secret(name, value)
     assert load_recipe(TINY, overrides=[f"env.{name}={value}"], environ={}).recipe.env[name] == value
+    assert mask_data({name: value}) == {name: value}
 
 
 @given(st.text(max_size=200))
@@ -74,6 +126,174 @@ def test_masking_removes_secrets_from_arbitrary_text(text: str) -> None:
     assert TOKEN not in mask(f"{text} {TOKEN} {text}")
     assert mask(f"HF_TOKEN={TOKEN}") == f"HF_TOKEN={MASK}"
     assert mask("env.WANDB_API_KEY=abc") == f"env.WANDB_API_KEY={MASK}"
+
+
+OTHER_PLACES = (
+    f"environments.train.0.args={{hub: '{TOKEN}'}}",
+    "environments.train.0.args={api_key: hunter2x}",
+    f"tracking={{wandb: {{project: '{TOKEN}'}}}}",
+)
+
+
+@pytest.mark.parametrize("override", OTHER_PLACES)
+def test_a_secret_outside_of_variables_is_refused_with_its_place_and_without_its_value(override: str) -> None:
+    with pytest.raises(ConfigError, match="looks like a secret") as caught:
+        load_recipe(TINY, overrides=[override], environ={})
+    assert caught.value.location == "--set" and "hunter2x" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["export MYPW=hunter2x", "login --password hunter2x", f"echo {TOKEN}"])
+def test_a_secret_in_a_shell_line_of_a_profile_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="secret"):
+        load_profile("local", overrides=[f"software.setup=[{json.dumps(line)}]"], environ={})
+    load_profile("local", overrides=['software.setup=["export MYPW=$(cat ~/pw)"]'], environ={})
+
+
+SHIPPED = sorted(
+    path for folder in ("recipes", "cluster_profiles") for path in (ROOT / folder).rglob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_nothing_in_a_shipped_recipe_or_profile_is_taken_for_a_secret(path: Path) -> None:
+    text = path.read_text()
+    assert mask(text) == text
+    values = load_yaml(path).values
+    assert json.dumps(mask_data(values)) == json.dumps(values)
+
+
+PRIME_RL = (
+    ("eval.client.api_key_var", "PRIME_API_KEY"),
+    ("eval.client.base_url", "https://api.pinference.ai/api/v1"),
+    ("orchestrator.algo.demo_key", "demonstration"),
+    ("orchestrator.algo.length_penalty.num_input_tokens_weight", 0.1),
+    ("orchestrator.train.sampling.max_completion_tokens", 768),
+    ("trainer.model.fused_lm_head_token_chunk_size", 8192),
+    ("trainer.enable_token_export", True),
+    ("tokenizer.name", "Qwen/Qwen3-4B-Instruct-2507"),
+    ("inference.deployment.decode_vllm_overrides.max_num_batched_tokens", 32768),
+    ("sft.messages_key", "messages"),
+    ("env.args.answer_key", "answer"),
+    ("env.args.dataset_revision", HEX),
+)
+"""Keys of prime-rl's configurations whose names resemble those of secrets."""
+
+
+def test_keys_about_tokens_and_columns_are_not_taken_for_secrets() -> None:
+    assert mask_data(dict(PRIME_RL)) == dict(PRIME_RL)
+    for name, value in PRIME_RL:
+        key = name.rpartition(".")[2]
+        assert mask(f"{key} = {value}") == f"{key} = {value}"
+
+
+PROSE = (
+    "the largest mismatch of a token: a few large values",
+    "43 pass: nine families train",
+    "rollouts without a sampled token: often a prompt",
+    f"git checkout {HEX} && pip install x@{HEX}",
+    "data:image/png;base64,/EAAC" + LETTERS * 8,
+)
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_sentences_commits_and_images_are_left_as_they_are(text: str) -> None:
+    assert mask(text) == text and not has_secret_form(text)
+
+
+def test_the_words_of_a_command_and_nested_data_are_masked_by_name() -> None:
+    command = [
+        "primerl-hpc",
+        "submit",
+        "--set",
+        "env.MYPW=hunter2x",
+        "--token",
+        "hunter2x",
+        "--max-tokens",
+        "8",
+    ]
+    masked = ["primerl-hpc", "submit", "--set", f"env.MYPW={MASK}", "--token", MASK, "--max-tokens", "8"]
+    assert mask_data(command) == masked
+    assert mask("OPTS=--verbose=1,--token=hunter2x") == f"OPTS=--verbose=1,--token={MASK}"
+    nested = {"args": [{"db_pass": "hunter2x", "rows": 5}], "env": {"HF_TOKEN": {"from": "HF_TOKEN"}}}
+    assert mask_data(nested) == {"args": [{"db_pass": MASK, "rows": 5}], "env": nested["env"]}
+
+
+def leaking_run(folder: Path, tracking: dict[str, Any]) -> RunDir:
+    """A run whose recipe, rollouts, log and event contain a secret by form (`TOKEN`) and one by name."""
+    run = RunDir(folder / "run")
+    recipe = {
+        "kind": "rl",
+        "name": "tracked",
+        "model": {"name": "some/model"},
+        "max_steps": 1,
+        "environments": {"train": [{"id": "reverse-text", "args": {"db_pass": "hunter2x", "text": TOKEN}}]},
+        "tracking": tracking,
+    }
+    tracker = process_plan(Role.TRACKER, on_exit=OnExit.OPTIONAL, accelerators=0)
+    make_plan(run.root, recipe, processes=[tracker])
+    write_text(run.recipe, json.dumps(recipe))
+    text = f"PGPASS=hunter2x {TOKEN}"
+    row = {
+        "env": "e",
+        "task": text,
+        "step": 1,
+        "reward": 1.0,
+        "advantage": 0.0,
+        "prompt": text,
+        "completion": text,
+    }
+    append_json(run.traces("train"), row | {"messages": [{"role": "user", "chars": len(text)}]})
+    MetricsWriter(run.metrics("orchestrator")).write(1, {"reward/mean": 1.0})
+    append_json(run.events, {"time": 1.0, "event": "attempt_started", "attempt": 1, "message": text})
+    write_json(run.job, {"scheduler": "local", "job_id": "1", "attempt": 1, "submitted": 1.0})
+    write_json(run.state, {"state": "failed", "attempt": 1, "message": text, "time": 2.0})
+    failure = {"attempt": 1, "process": "trainer-0", "node": "n1", "exit_code": 1, "message": text}
+    write_json(run.failure, failure | {"log": "x.log", "last_lines": [text]})
+    return run
+
+
+def assert_masked(content: str) -> None:
+    assert "hunter2x" not in content and TOKEN not in content
+    assert content.count(MASK) > 1
+
+
+def test_wandb_receives_no_secret_of_the_recipe_or_of_rollouts(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = leaking_run(tmp_path, {"wandb": {"id": "chosen", "log_extras": {"interval": 1}}})
+    write_json(run.state, {"state": "done"})
+    with serve_wandb() as server:
+        tracker = start_role(run, "main", "tracker-0", WANDB_BASE_URL=server.url, WANDB_API_KEY=API_KEY)
+        try:
+            wait_for(lambda: run.tracker_state("wandb").exists(), "the row to be sent")
+        finally:
+            tracker.send_signal(signal.SIGTERM)
+            assert tracker.wait(timeout=PATIENCE_S) == 0
+    (found,) = server.runs.values()
+    tables = [data.decode() for name, data in found.files.items() if name.startswith("media/table/")]
+    assert tables
+    assert_masked(found.config)
+    assert_masked("".join(tables))
+    everything = found.config + "".join(found.lines.values()) + repr(found.files)
+    assert "hunter2x" not in everything and TOKEN not in everything
+
+
+def test_the_prime_platform_receives_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_API_KEY", KEY)
+    with serve_prime() as server:
+        run = leaking_run(tmp_path, {"prime": {"base_url": server.base_url, "log_extras": {"interval": 1}}})
+        relay = Relay(run, load_plan(run).phase("main").recipe, "prime", Event())
+        relay.send(is_last=True)
+        relay.finish()
+    (table,) = server.tables
+    assert_masked(json.dumps(table, default=str))
+    assert "hunter2x" not in json.dumps(server.calls) and TOKEN not in json.dumps(server.calls)
+
+
+def test_a_report_and_a_diagnosis_contain_no_secret(tmp_path: Path) -> None:
+    run = leaking_run(tmp_path, {})
+    for command, arguments in ((report_command, []), (diagnose_command, []), (diagnose_command, ["--json"])):
+        done = CliRunner().invoke(command, [str(run.root), *arguments], catch_exceptions=False)
+        assert_masked(run.report.read_text() if command is report_command else done.output)
 
 
 def test_a_variable_passed_by_name_reaches_its_role_and_no_file(

@@ -146,6 +146,27 @@ def test_the_login_node_half_loads_no_torch() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(LOGIN_NODE, "")
 
 
+USES_OWN_PATH = {
+    "common/assets.py": "recipes and profiles of a checkout",
+    "common/env.py": "PYTHONPATH",
+    "common/package.py": "PYTHONPATH",
+    "cli/role.py": "PYTHONPATH",
+    "envs/__init__.py": "sys.path",
+    "launch/prepare.py": "the git checkout",
+    "trainer/watchdog.py": "frames of tracebacks",
+}
+
+
+def test_data_of_the_package_is_read_as_resources() -> None:
+    """Runs import the package from a zip file, in which paths next to a module do not exist."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(isinstance(node, ast.Name) and node.id == "__file__" for node in nodes_of(path))
+    }
+    assert found == USES_OWN_PATH.keys()
+
+
 SUPERVISOR_MODULES = 95
 
 

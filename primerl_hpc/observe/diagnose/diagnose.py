@@ -22,6 +22,7 @@ from typing import Any
 from primerl_hpc.common.errors import ExitCode, PrimerlError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, read_jsonl
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.safety.secret_values import mask, mask_data
 from primerl_hpc.observe.diagnose.advice import advise
 from primerl_hpc.observe.diagnose.known_faults import NO_CHECKPOINT, SIGNALS, KnownFault, recognize_fault
 from primerl_hpc.observe.inside.stacks import collect_stacks
@@ -94,6 +95,11 @@ class Diagnosis:
         return [row for row in recoveries if row["attempt"] == self.snapshot.attempt]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the diagnosis for ``--json``. Secrets are masked, as in the text: both are pasted into reports."""
+        return mask_data(self._values)
+
+    @property
+    def _values(self) -> dict[str, Any]:
         snapshot = self.snapshot
         return {
             "run": snapshot.name,
@@ -342,7 +348,7 @@ def render_diagnosis(found: Diagnosis, num_lines: int) -> str:
         lines += wrap(found.advice, "")
     if found.next_command:  # never wrapped, so that it can be copied
         lines.append(f"next         {found.next_command}")
-    return "\n".join(lines)
+    return mask("\n".join(lines))
 
 
 def _slurm_trouble(found: Diagnosis) -> str | None:

@@ -15,7 +15,7 @@ import jinja2
 from primerl_hpc.common.assets import find_asset
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.node.start_phases import phases_sentence
-from primerl_hpc.common.safety.secret_values import mask_forms
+from primerl_hpc.common.safety.secret_values import mask
 from primerl_hpc.observe.diagnose.diagnose import Diagnosis, render_diagnosis
 from primerl_hpc.observe.metric_catalog import MetricFile, find_metric
 from primerl_hpc.observe.report.svg import Points, chart
@@ -60,7 +60,11 @@ def make_report(view: OneRun, found: Diagnosis) -> str:
     """Return the HTML page. ``view`` must have been refreshed."""
     run = view.run
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_without_secrets,
     )
     source = find_asset("templates", TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source).render(
@@ -79,6 +83,11 @@ def make_report(view: OneRun, found: Diagnosis) -> str:
         events=_events(view.events),
         num_events=MAX_EVENTS,
     )
+
+
+def _without_secrets(value: Any) -> Any:
+    """Mask every value of the page, because reports are sent to others."""
+    return mask(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _facts(view: OneRun) -> list[tuple[str, object]]:
@@ -173,9 +182,9 @@ def _attempts(attempts: list[Attempt]) -> list[tuple[object, ...]]:
 
 
 def _read(run: RunDir, name: str) -> str:
-    """Return the recipe or profile with secrets masked; "" if it cannot be read."""
+    """Return the text of the recipe or profile; "" if it cannot be read."""
     try:
-        return mask_forms({"recipe": run.recipe, "profile": run.profile}[name].read_text())
+        return {"recipe": run.recipe, "profile": run.profile}[name].read_text()
     except OSError:
         return ""
 

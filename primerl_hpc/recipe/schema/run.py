@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from primerl_hpc.common.block import Block, Bool, Float, PositiveFraction, PositiveInt
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.safety.secret_values import mask_forms
+from primerl_hpc.common.safety.secret_values import has_secret_form
 
 # limits of W&B, which refuses longer values when the job runs
 WandbName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -24,7 +24,7 @@ def _check_url(value: str) -> str:
 
 
 def _check_no_password(value: str) -> str:
-    if mask_forms(value) != value:
+    if has_secret_form(value):
         raise ValueError("must not contain a password; tokens are read from environment variables")
     return value
 
