@@ -23,6 +23,7 @@ from primerl_hpc.common.safety.odd_text import is_odd
 from primerl_hpc.launch.prepare import check_path
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.engine import render_template
+from tests.support.helpers import unusable_model
 from tests.unit.cli.test_cli import primerl
 
 RECIPE = {
@@ -170,9 +171,7 @@ def test_arbitrary_text_is_accepted_or_refused_in_one_line(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a recipe and a profile that `submit --dry-run` accepts."""
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n')
     values = {
         "kind": "sft",

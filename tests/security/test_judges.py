@@ -11,7 +11,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import make_plan, process_plan, run_role
+from tests.support.helpers import make_plan, process_plan, run_role, unusable_model
 from tests.unit.cli.test_cli import primerl
 
 pytest.importorskip("verifiers")
@@ -56,9 +56,7 @@ def recipe_with(environment: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text('{"model_type": "qwen3"}')
+    unusable_model(tmp_path / "model")
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "judged_task.py").write_text(PACKAGE)
     return tmp_path
