@@ -318,7 +318,6 @@ def test_a_damaged_model_folder_is_read_or_refused(
         path.write_bytes(data.draw(damaged_tensors(path.read_bytes())))
     else:
         write_ascii(folder / INDEX, data.draw(changed(read_json(folder / INDEX))))
-    load = pytest.importorskip("primerl_hpc.trainer.model.load")
     for read in (read_headers, tensor_files):
         with only_data_errors():
             read(folder)
