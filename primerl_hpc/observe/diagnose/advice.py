@@ -153,8 +153,8 @@ def advise(
     saved = run.latest_checkpoint()
     ending = ending_of(state, failure, known, is_over_budget=budget_stop(run) is not None)
     advice = ADVICE[ending, saved is not None]
-    after = f"after step {saved}" if saved else "from the beginning"
-    return advice.can_retry, advice.sentence.format(after=after, step=saved), command_of(advice.next, run)
+    sentence = advice.sentence.format(after=run.resume_point(), step=saved)
+    return advice.can_retry, sentence, command_of(advice.next, run)
 
 
 def command_of(command: Next, run: RunDir) -> str:

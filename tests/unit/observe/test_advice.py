@@ -142,12 +142,10 @@ def test_the_next_command_works_for_everything_that_ends_a_run(
     ended: EndedRun, ending: Ending, has_checkpoint: bool
 ) -> None:
     run = ended(ending, has_checkpoint)
-    found = diagnose(run)
+    found, run_point = diagnose(run), "after step 2" if has_checkpoint else "from the beginning"
     advice = ADVICE[ending, has_checkpoint]
     assert found.can_retry == advice.can_retry and found.next_command is not None
-    assert found.advice == advice.sentence.format(
-        after="after step 2" if has_checkpoint else "from the beginning", step=2
-    )
+    assert found.advice == advice.sentence.format(after=run_point, step=2)
     command = found.next_command
     if advice.next in (Next.SUBMIT, Next.FORK):
         assert ("checkpoint.fork.run" in command) == has_checkpoint and "--run-dir" not in command
@@ -159,7 +157,7 @@ def test_the_next_command_works_for_everything_that_ends_a_run(
         assert code != 0 and "has stopped it" in text and "--budget HOURS" in text, text
         command = command.replace("HOURS", "100nodeh")
     code, text = execute(command)
-    assert code == 0 and f"continues after step {2 if has_checkpoint else 0}" in text, text
+    assert code == 0 and f"continues {run_point}" in text, text
     wait_for(lambda: take_snapshot(run).state == RunState.DONE, "its end", tell=run.events.read_text)
     wait_for(lambda: not is_process_alive(int(read_json(run.job)["job_id"])), "the end of its job")
 
@@ -230,6 +228,14 @@ def test_a_walltime_that_ended_before_the_first_checkpoint_is_explained(ended: E
     write_json(run.state, {**read_json(run.state), "message": message})
     found = diagnose(run)
     assert found.known is not None and "checkpoint.interval" in found.advice and found.can_retry is True
+
+
+def test_a_run_that_ended_in_its_warm_up_continues_after_its_checkpoint(ended: EndedRun) -> None:
+    run = ended(Ending.STOPPED, False)
+    plan = read_json(run.plan)
+    write_json(run.plan, {**plan, "phases": [{**plan["phases"][0], "name": "warmup"}, *plan["phases"]]})
+    write_text(run.phase("warmup").checkpoint(8) / COMPLETE, "")
+    assert diagnose(run).advice == "nothing failed; resume continues after step 8 of phase warmup"
 
 
 def test_a_run_whose_name_is_not_unique_is_named_by_its_path(ended: EndedRun, tmp_path: Path) -> None:
