@@ -89,4 +89,4 @@ def command(
         return
     chosen_files = files.choose(role, node=node, rank=rank, attempt=attempt)
     if not print_logs(chosen_files, lines, chosen, as_json=as_json):
-        raise missing_log_error(found, attempt)
+        raise missing_log_error(found, attempt, role)

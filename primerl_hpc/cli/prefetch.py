@@ -68,7 +68,7 @@ def _is_left_to_nodes(item: Item) -> bool:
 def _show(item: Item) -> None:
     size = f"{item.found.num_bytes / GIB:,.1f} GiB  " if item.found.num_bytes else ""
     click.echo(
-        f"{item.need.kind.value:<12}{item.need.name}  {item.found.state.value}  {size}{item.found.detail}"
+        f"{item.need.kind.value:<12}{item.need.label}  {item.found.state.value}  {size}{item.found.detail}"
     )
     if item.fault:
         click.echo(f"{'':<12}{item.fault}{f'; {item.hint}' if item.hint else ''}", err=True)

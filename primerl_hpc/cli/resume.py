@@ -109,7 +109,7 @@ def command(
             click.echo(line)
         if superseded is not None:
             click.echo(f"moved what came after step {step} to {superseded}")
-        click.echo(f"run {found.root.name} · job {submitted.job_id} · continues after step {after}")
+        click.echo(f"run {found.root.name} · job {submitted.job_id} · continues {found.resume_point()}")
     if follow:
         return follow_run(found, quiet=as_json, from_end=True)
     return 0

@@ -27,7 +27,7 @@ from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.names import Kind
-from primerl_hpc.common.safety.odd_text import check_path_text
+from primerl_hpc.common.safety.odd_text import check_path_text, shown
 from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan
 from primerl_hpc.recipe.load import LoadedRecipe
@@ -145,8 +145,17 @@ def runs_folder(profile: Profile) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError for a path with a line break (refused by SLURM) or one that is not UTF-8 (by JSON)."""
+    """Raise ConfigError for a path that SLURM, JSON or a command line would take for another one."""
     check_path_text(path, "run directory")
+    reason = ""
+    if "%" in str(path):
+        reason = "contains %, which SLURM replaces in names of files"
+    elif path.name.startswith("-"):
+        reason = "has a name that commands take for an option"
+    if reason:
+        raise ConfigError(
+            f"run directory: the path {shown(str(path))} {reason}", hint="rename it, or use another path"
+        )
 
 
 def freeze(

@@ -8,9 +8,10 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from primerl_hpc.cluster.directives import srun_args
 from primerl_hpc.cluster.load import LoadedProfile, load_profile
@@ -45,12 +46,12 @@ from primerl_hpc.plan.types import DEFAULT_ASK_EVERY_S, Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema.after import After
 from primerl_hpc.run.access.ownership import check_may_change, check_own
-from primerl_hpc.run.job_chain import jobs_of
+from primerl_hpc.run.job_chain import is_reused, jobs_of
 from primerl_hpc.run.lock import is_owner_alive, is_owner_over
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import UnansweredError
-from primerl_hpc.slurm.jobs import JobFact
+from primerl_hpc.slurm.jobs import JobFact, find_facts
 
 _PLAN_SETTINGS = frozenset(("scheduler.type", "scheduler.mpi", "scheduler.srun_extra"))
 """Keys of the profile that are part of the plan, and cannot change between attempts."""
@@ -354,10 +355,12 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
         job = submit_script(run, job_script(run), plan.scheduler)
         write_json(run.job, {**job, **facts})
         return Submitted(run, plan, job["job_id"])
-    if engines := (read_json_or_none(run.job) or {}).get("engines_job_id"):
+    earlier = read_json_or_none(run.job) or {}
+    if engines := earlier.get("engines_job_id"):
         with contextlib.suppress(SchedulerError):  # one of them may still be queued
-            drop_jobs([engines])
-    drop_jobs(_after_jobs(run))  # of a failed attempt, if SLURM has not removed them
+            drop_jobs(still_queued(earlier, [engines]))
+    # of a failed attempt, if SLURM has not removed them
+    drop_jobs(still_queued(earlier, [after["job_id"] for after in earlier.get("after", {}).values()]))
     with together() as jobs:
         links = jobs.submit_links(run, job_script(run), chain.links)
         facts["after"] = queue_after(run, plan, jobs, links)
@@ -371,9 +374,18 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     return Submitted(run, plan, links[0], tuple(links))
 
 
-def _after_jobs(run: RunDir) -> list[str]:
-    follow_ups = (read_json_or_none(run.job) or {}).get("after", {})
-    return [follow_up["job_id"] for follow_up in follow_ups.values()]
+def still_queued(job: Mapping[str, Any], numbers: Sequence[str]) -> list[str]:
+    """Return those of a run's jobs that may be in the queue. SLURM may have given their numbers to later jobs.
+
+    ``job``: content of control/job.json. Raises SchedulerError.
+    """
+    facts = find_facts(numbers) if numbers else {}
+    return [
+        number
+        for number in numbers
+        if (fact := facts.get(number)) is None
+        or not (fact.is_over or is_reused(job, fact.name, fact.submitted))
+    ]
 
 
 def _earlier_jobs(run: RunDir) -> list[str]:

@@ -77,11 +77,10 @@ def compile_plan(
         for processes in (_Processes(phase_recipe, profile, layout, run_dir, python, name),)
     )
     if profile.stages_models:
-        num_hosts = sum(len(component.nodes) for component in components)
-        num_hosts += max(len(phase.elastic) for phase in phases)
+        num_hosts = sum(len(component.nodes) for component in components) + max(map(_num_elastic, phases))
         phases = tuple(readers_env(phase, num_hosts) for phase in phases)
     _check_limits(components, profile)
-    check_elastic(profile, max(len(phase.elastic) for phase in phases))
+    check_elastic(profile, max(map(_num_elastic, phases)))
     return Plan(
         name=recipe.name,
         kind=recipe.kind,
@@ -107,6 +106,10 @@ def compile_plan(
         phases=phases,
         notes=notes,
     )
+
+
+def _num_elastic(phase: PhasePlan) -> int:
+    return len(phase.elastic)
 
 
 def _check_limits(components: tuple[ComponentPlan, ...], profile: Profile) -> None:

@@ -78,17 +78,17 @@ def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Schedul
     part, per_gpu = gpus / node.gpus, scheduler.per_gpu
     shared: dict[str, object] = {"exclusive": False}
     if per_gpu.memory is not None:
-        shared["memory"] = f"{int(_mib(per_gpu.memory) * gpus)}M"
+        shared["memory"] = f"{int(mib(per_gpu.memory) * gpus)}M"
     elif scheduler.memory == "0":
         shared["memory"] = f"{int(node.memory_gib * part)}G" if node.memory_gib else None
     elif scheduler.memory is not None:
-        shared["memory"] = f"{max(1, int(_mib(scheduler.memory) * part))}M"
+        shared["memory"] = f"{max(1, int(mib(scheduler.memory) * part))}M"
     cores = per_gpu.cores * gpus if per_gpu.cores is not None else max(1, int(node.cores * part))
     smaller = {"gpus": gpus, "cores": cores}
     return scheduler.model_copy(update=shared), node.model_copy(update=smaller)
 
 
-def _mib(memory: str) -> float:
+def mib(memory: str) -> float:
     """``216G`` → 221184"""
     amount, unit = memory.rstrip("BKMGT"), memory.rstrip("B")[-1]
     return int(amount) * _MIB.get(unit, 1)

@@ -64,7 +64,9 @@ def is_reused(job: Mapping[str, Any], name: str, submitted: str) -> bool:
     received = epoch_s(submitted)
     if received is None or received < float(job.get("submitted", received)) + REUSED_AFTER_S:
         return False
-    return "here" in job or name != job.get("name", name)  # the allocation of `--here` is older than the run
+    own = job.get("name", name)
+    # the allocation of `--here` is older than the run; other jobs of the run have names such as <name>-engines
+    return "here" in job or not (name == own or name.startswith(f"{own}-"))
 
 
 def current_job(job: Mapping[str, Any], state: Mapping[str, Any], facts: Mapping[str, JobFact]) -> str | None:

@@ -354,6 +354,15 @@ class RunDir:
         """Return the highest step with a complete checkpoint; directories without a marker are ignored."""
         return max(self.complete_checkpoints(), default=None)
 
+    def resume_point(self) -> str:
+        """Return where the next attempt begins: ``after step 20``, ``after step 8 of phase warmup``, or ``from the
+        beginning``."""
+        phases = (read_json_or_none(self.plan) or {}).get("phases", [])
+        for name in (MAIN_PHASE, *(phase["name"] for phase in reversed(phases))):
+            if step := self.phase(name).latest_checkpoint():
+                return f"after step {step}" + ("" if name == MAIN_PHASE else f" of phase {name}")
+        return "from the beginning"
+
     def finish_checkpoint_side(self, step: int, side: str, sides: tuple[str, ...]) -> bool:
         """Mark ``side`` of checkpoint ``step`` as complete; True if the checkpoint is complete now."""
         return finish_checkpoint_side(self.checkpoint(step), side, sides)

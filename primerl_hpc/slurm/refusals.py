@@ -53,6 +53,9 @@ _KEY_OF_STEP_OPTION = {
 MOST_INLINE = 2
 """Maximum number of lines of SLURM's output that are quoted in the sentence."""
 
+DOCTOR = ", as primerl-hpc doctor does"
+"""End of the hint for a request that no node satisfies, except in that command itself."""
+
 REFUSALS = (
     Refusal(
         "Unspecified error",
@@ -128,7 +131,8 @@ REFUSALS = (
     Refusal(
         "Requested node configuration is not available|Requested partition configuration not available",
         "no node of the partition satisfies the request of the profile",
-        "primerl-hpc doctor compares node, scheduler.constraint and memory with the site",
+        "compare node.cores, node.gpus, scheduler.gpu_type, scheduler.memory and scheduler.constraint of the profile "
+        "with `sinfo -o '%P %D %c %G %m %f'`" + DOCTOR,
         is_of_partition=True,
     ),
     Refusal(

@@ -43,6 +43,10 @@ def test_a_matching_profile_passes_and_no_job_is_queued(
         ("scheduler", {"time": "09:00:00"}, "walltime", "4:00:00"),
         ("scheduler", {"account": "physics"}, "account", "lab"),
         ("scheduler", {"constraint": "a100&nvlink"}, "test submission", "scheduler.constraint"),
+        ("scheduler", {"gres": ["gpu:a100:4"]}, "GPU type", "scheduler.gres: name one of h100"),
+        ("scheduler", {"gres": ["gpu:h100:16"]}, "GPU type", "scheduler.gres: request at most 8 of h100"),
+        ("scheduler", {"memory": "900G"}, "requested memory", "lower scheduler.memory to 500G or less"),
+        ("scheduler", {"memory": "900G"}, "test submission", "`sinfo -o "),
         ("node", {"cores": 128}, "cores of a node", "64"),
         ("node", {"gpus": 16}, "GPUs of a node", "8"),
         (None, {"nodes": 9}, "nodes", "lower"),
@@ -63,8 +67,9 @@ def test_each_mismatch_is_reported_with_a_hint(
         values[block] = {**values[block], **change}
     path = tmp_path / "mine.yaml"
     path.write_text(dump_yaml(values))
-    finding = findings_of(str(path))[what]
-    assert not finding["is_ok"] and hint in finding["hint"]
+    found = findings_of(str(path))
+    assert not found[what]["is_ok"] and hint in found[what]["hint"], found
+    assert "primerl-hpc doctor" not in json.dumps(found)  # which the user has just run
 
 
 def test_each_node_is_checked_on_itself_and_bad_ones_are_named(tmp_path: Path) -> None:

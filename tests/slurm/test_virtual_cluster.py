@@ -58,6 +58,31 @@ def test_up_after_a_kill_and_down_leave_no_process_behind(mine: Cluster, virtual
     virtual_cluster.wait_until_idle()
 
 
+INSTALL = """
+set -e
+cp -a /etc {folder}/etc-of-machine && mount --bind {folder}/etc-of-machine /etc
+{tool} up --nodes 1 --no-accounting --users alice
+for file in passwd group hosts nsswitch.conf; do cp -a /etc/$file /etc/$file.new && mv /etc/$file.new /etc/$file; done
+{tool} as alice id -un
+{tool} as alice srun --partition=main id -un
+"""
+"""A package manager renames files into place. All of it in a folder /etc of its own: other clusters run here."""
+
+
+def test_users_remain_when_a_package_is_installed_on_the_machine(mine: Cluster) -> None:
+    tool = f"{TOOL} --dir {mine.folder}/cluster"
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "bash", "-c", INSTALL.format(folder=mine.folder, tool=tool)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["alice", "alice"], done
+    finally:
+        subprocess.run([*tool.split(), "down", "--purge"], check=True)
+
+
 def test_clusters_of_one_machine_find_processes_in_the_same_way_and_number_jobs_differently(
     mine: Cluster, virtual_cluster: Cluster
 ) -> None:

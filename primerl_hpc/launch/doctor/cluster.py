@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from primerl_hpc.cluster.directives import options
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.cluster.schema import Profile
@@ -23,7 +24,7 @@ from primerl_hpc.launch.doctor.site import site_facts
 from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.render.engine import render_template
-from primerl_hpc.render.job import own_templates
+from primerl_hpc.render.job import mib, own_templates
 from primerl_hpc.render.requests import Request, cpu_request, type_request, with_walltimes
 from primerl_hpc.run.access.ownership import check_parents
 from primerl_hpc.slurm.command_lines import (
@@ -36,6 +37,7 @@ from primerl_hpc.slurm.command_lines import (
 from primerl_hpc.slurm.commands import COMMAND_TIMEOUT_S, UnansweredError, ask
 from primerl_hpc.slurm.estimate import estimate_start
 from primerl_hpc.slurm.jobs import SEPARATOR, minutes
+from primerl_hpc.slurm.refusals import DOCTOR
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Part:
         """Return the hint with the profile keys of this part."""
         if not self.key:
             return text
-        keys = "partition|account|qos|constraint|memory|reservation|gpu_type"
+        keys = "partition|account|qos|constraint|memory|reservation|gpu_type|gres"
         text = re.sub(rf"\bscheduler\.({keys})\b", rf"{self.key}.\1", text)
         return re.sub(r"\bnode\.(cores|gpus)\b", rf"{self.key}.\1", text)
 
@@ -213,18 +215,79 @@ def _partition(part: Part, rows: list[list[str]]) -> Iterator[CheckResult]:
     cores = max(int(row[5].rstrip("+")) for row in matching)
     hint = part.hint(f"lower node.cores to {cores}")
     yield CheckResult(part.what("cores of a node"), cores >= part.node.cores, f"{cores}", hint)
-    memory_gib = max(int(re.sub(r"\D.*", "", row[6]) or 0) for row in matching) / 1024
-    # SLURM reports 1 MB where memory is not configured
-    if part.node.memory_gib is not None and memory_gib > 1:
-        hint = part.hint(f"lower node.memory_gib to {memory_gib:.0f}")
-        message = f"{memory_gib:.0f} GiB, {part.node.memory_gib:g} in the profile"
-        yield CheckResult(part.what("memory of a node"), memory_gib >= part.node.memory_gib, message, hint)
+    yield from _memory(part, [row[6] for row in matching])
+    yield from _gpu_types(part, [row[4] for row in matching])
     if part.node.gpus and part.scheduler.gpu_request == "gres":
         gpus = max(count_gpus(row[4]) for row in matching)
         hint = part.hint(f"set node.gpus to {gpus}, or use another scheduler.gpu_request")
         yield CheckResult(
             part.what("GPUs of a node"), gpus >= part.node.gpus, f"{gpus} ({matching[0][4]})", hint
         )
+
+
+def _memory(part: Part, sizes: list[str]) -> Iterator[CheckResult]:
+    """Check what the profile claims about a node and what a job requests. ``sizes``: %m of sinfo."""
+    memory_gib = max(int(re.sub(r"\D.*", "", size) or 0) for size in sizes) / 1024
+    if memory_gib <= 1:
+        return  # SLURM reports 1 MB where memory is not configured
+    if part.node.memory_gib is not None:
+        hint = part.hint(f"lower node.memory_gib to {memory_gib:.0f}")
+        message = f"{memory_gib:.0f} GiB, {part.node.memory_gib:g} in the profile"
+        yield CheckResult(part.what("memory of a node"), memory_gib >= part.node.memory_gib, message, hint)
+    if requested_gib := requested_mib(part.scheduler, part.node) / 1024:
+        keys = ("memory_per_cpu", "memory_per_gpu")
+        key = next((key for key in keys if getattr(part.scheduler, key) is not None), "memory")
+        lower = f" to {memory_gib:.0f}G or less" if key == "memory" else ""
+        hint = part.hint(f"lower scheduler.{key}{lower}, or set scheduler.memory to 0: all memory of a node")
+        message = f"{requested_gib:g} GiB of at most {memory_gib:.0f} GiB"
+        yield CheckResult(part.what("requested memory"), memory_gib >= requested_gib, message, hint)
+
+
+def requested_mib(scheduler: Scheduler, node: Node) -> float:
+    """Return the memory that a job requests on each node; 0: all of it, or the partition's default."""
+    if scheduler.memory_per_cpu is not None:
+        return mib(scheduler.memory_per_cpu) * node.cores
+    if scheduler.memory_per_gpu is not None:
+        return mib(scheduler.memory_per_gpu) * node.gpus
+    return mib(scheduler.memory or "0")
+
+
+def _gpu_types(part: Part, resources: list[str]) -> Iterator[CheckResult]:
+    """Check that some nodes have as many GPUs of each type that the job names. ``resources``: %G of sinfo."""
+    present = [gpus_by_type(text) for text in resources]
+    for wanted, count in requested_gpus(part.scheduler, part.node).items():
+        if not wanted:
+            continue
+        most = max(types.get(wanted, 0) for types in present)
+        known = sorted({name for types in present for name in types if name})
+        message = f"{wanted}:{count} requested; nodes have {', '.join(dict.fromkeys(resources))}"
+        key = "gpu_type" if part.scheduler.gpu_type is not None else "gres"
+        types = f"name one of {', '.join(known)}" if known else "name no type: the site's GPUs have none"
+        hint = part.hint(f"scheduler.{key}: {types if most == 0 else f'request at most {most} of {wanted}'}")
+        yield CheckResult(part.what("GPU type"), most >= count, message, hint)
+
+
+def requested_gpus(scheduler: Scheduler, node: Node) -> dict[str, int]:
+    """Return the GPUs that a job requests on a node, by type in lower case; "" for those of any type."""
+    values = dict(options(scheduler, node))
+    found = gpus_by_type(values.get("gres") or "")
+    for name in ("gpus", "gpus-per-node", "gpus-per-task"):
+        if (text := values.get(name)) is not None:
+            kind, _, count = text.rpartition(":")
+            found[kind.lower()] = int(count)
+    return found
+
+
+def gpus_by_type(gres: str) -> dict[str, int]:
+    """``gpu:H100:8(S:0-1),nvme:2`` → {"h100": 8}; "" is the type of GPUs without one."""
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *more = item.split(":")
+        if name == "gpu":
+            count = int(more.pop()) if more and more[-1].isdigit() else 1
+            kind = more[0].lower() if more else ""
+            found[kind] = found.get(kind, 0) + count
+    return found
 
 
 def _longer_partition(part: Part, requested: float, rows: list[list[str]]) -> str:
@@ -238,7 +301,7 @@ def _longer_partition(part: Part, requested: float, rows: list[list[str]]) -> st
 
 def count_gpus(gres: str) -> int:
     """``gpu:h100:8(S:0-1),nvme:2`` → 8"""
-    return sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", gres))
+    return sum(gpus_by_type(gres).values())
 
 
 def _accounting(ask: Callable[[list[str]], str]) -> CheckResult:
@@ -278,6 +341,6 @@ def _test_submission(part: Part, profile: Profile) -> CheckResult:
     try:
         found = estimate_start(f"#!/bin/bash\n{directives}\ntrue\n", timeout_s=COMMAND_TIMEOUT_S)
     except SchedulerError as error:
-        hint = error.hint or "change the settings in the profile that the site refuses"
+        hint = error.hint.removesuffix(DOCTOR) or "change the settings in the profile that the site refuses"
         return CheckResult(what, False, error.cause, part.hint(hint), error.details)
     return CheckResult(what, True, f"one node of {found.partition} would start at {found.start}")

@@ -53,6 +53,12 @@ class Need:
     """Container of an image."""
 
     @property
+    def label(self) -> str:
+        """The name, and the arguments of an environment, with which a recipe may use it several times."""
+        arguments = {**(self.source.get("args") or {}), **(self.source.get("env_args") or {})}
+        return f"{self.name} {json.dumps(arguments)}" if arguments else self.name
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """Two needs of equal identity are one: same thing in the same cache."""
         source = json.dumps(self.source, sort_keys=True)

@@ -31,7 +31,7 @@ from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.safety.error_text import is_native_frame
-from primerl_hpc.observe.logs.log_files import LogFile, LogFiles
+from primerl_hpc.observe.logs.log_files import JOB, LogFile, LogFiles
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import real_state
 from primerl_hpc.observe.text import split_at
@@ -167,7 +167,7 @@ def _emit(lines: Iterable[Line], *, is_labeled: bool, as_json: bool) -> None:
             click.echo(styled(" " * (len(prefix) - 2) + prefix[-2:]) + part)
 
 
-def missing_log_error(run: RunDir, attempt: int | None = None) -> NotFoundError:
+def missing_log_error(run: RunDir, attempt: int | None = None, role: str | None = None) -> NotFoundError:
     """Return the error for a role without a log file, with a hint that depends on the state of the run."""
     facts = read_json_or_none(run.state) or {}
     last = facts.get("attempt")
@@ -178,7 +178,8 @@ def missing_log_error(run: RunDir, attempt: int | None = None) -> NotFoundError:
     if state == RunState.UNKNOWN:  # never submitted
         hint = f"primerl-hpc resume {shlex.quote(run.root.name)}"
     elif state.is_final:
-        hint = f"primerl-hpc logs {shlex.quote(run.root.name)} job shows the output of the job"
+        output = f"primerl-hpc logs {shlex.quote(run.root.name)} {JOB} shows the output of the job"
+        hint = f"primerl-hpc diagnose {shlex.quote(run.root.name)}" if role == JOB else output
     else:
         hint = "use --follow to wait for it"
     return NotFoundError(

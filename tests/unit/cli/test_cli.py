@@ -122,6 +122,23 @@ def test_an_occupied_run_directory_is_refused_and_stays_unchanged(folder: Path) 
     assert [path.name for path in (folder / "my thesis").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("run-%j", "which SLURM replaces in names of files"),
+        ("100%/run", "which SLURM replaces in names of files"),
+        ("-rf", "commands take for an option"),
+        ("--help", "commands take for an option"),
+    ],
+)
+def test_a_run_directory_that_slurm_or_a_command_takes_for_another_one_is_refused(
+    folder: Path, name: str, reason: str
+) -> None:
+    done = primerl("submit", "recipe.yaml", "-p", "local", f"--run-dir={name}", cwd=folder)
+    assert done.returncode == ExitCode.CONFIG and reason in done.stderr, done.stderr
+    assert not (folder / name).exists()
+
+
 def test_unknown_profiles_and_runs_list_the_known_ones(folder: Path) -> None:
     done = primerl("submit", "recipe.yaml", "-p", "nowhere", cwd=folder)
     assert done.returncode == ExitCode.NOT_FOUND and "leonardo, local, lumi" in done.stderr

@@ -17,6 +17,7 @@ from primerl_hpc.launch.doctor.cluster import examine
 from primerl_hpc.launch.doctor.machine import examine_machine, judge_driver, satisfies, torch_cuda, versions
 from primerl_hpc.launch.doctor.quotas import parse_quota, quotas_of
 from primerl_hpc.slurm.jobs import SEPARATOR
+from primerl_hpc.slurm.refusals import REFUSALS, Refusal
 
 
 @pytest.fixture(autouse=True)
@@ -281,3 +282,73 @@ def test_layers_with_state_are_measured_in_bfloat16_on_cpus(tmp_path: Path) -> N
     for family, dtypes in {"qwen3_next": ("bfloat16",), "qwen3": ("bfloat16", "float16", "float32")}.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
         assert data_types(tmp_path)["dtypes"] == dtypes
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "node", "site", "what", "hint"),
+    [
+        ({"gpu_type": "h100"}, {"gpus": 8}, ["gpu:h100:8(S:0-1)"], "GPU type", None),
+        ({"gpu_type": "H100"}, {"gpus": 8}, ["gpu:h100:8"], "GPU type", None),
+        (
+            {"gpu_type": "a100"},
+            {"gpus": 8},
+            ["gpu:h100:8"],
+            "GPU type",
+            "scheduler.gpu_type: name one of h100",
+        ),
+        ({"gpu_type": "h100"}, {"gpus": 8}, ["gpu:8"], "GPU type", "scheduler.gpu_type: name no type"),
+        ({"gpu_type": "h100"}, {"gpus": 8}, ["gpu:h100:4", "gpu:a100:8"], "GPU type", "at most 4 of h100"),
+        (
+            {"gres": ["gpu:a100:4", "nvme:1"]},
+            {},
+            ["gpu:h100:8"],
+            "GPU type",
+            "scheduler.gres: name one of h100",
+        ),
+        (
+            {"gpu_type": "a100", "gpu_request": "gpus-per-node"},
+            {"gpus": 4},
+            ["gpu:h100:8"],
+            "GPU type",
+            "name one of h100",
+        ),
+        ({"memory": "900G"}, {}, ["gpu:8"], "requested memory", "lower scheduler.memory to 500G or less"),
+        ({"memory": "500G"}, {}, ["gpu:8"], "requested memory", None),
+        (
+            {"memory_per_gpu": "100G"},
+            {"gpus": 8},
+            ["gpu:8"],
+            "requested memory",
+            "lower scheduler.memory_per_gpu,",
+        ),
+        ({"memory_per_cpu": "8000M"}, {"cores": 64}, ["gpu:8"], "requested memory", None),
+    ],
+)
+def test_gpu_type_and_memory_of_a_request_are_compared_with_the_nodes(
+    scheduler: dict[str, object], node: dict[str, int], site: list[str], what: str, hint: str | None
+) -> None:
+    rows = [SEPARATOR.join(["gpu", "up", "infinite", "4", gres, "64", "512000"]) for gres in site]
+    values = {"name": "site", "nodes": 2, "node": node, "scheduler": {"partition": "gpu", **scheduler}}
+    asked = lambda command: "\n".join(rows) if "--format" in command[-1] else ""  # noqa: E731
+    (found,) = [result for result in examine(Profile.model_validate(values), asked) if result.what == what]
+    assert found.is_ok == (hint is None), found
+    assert hint is None or hint in found.hint
+
+
+def test_the_keys_of_a_node_type_are_named_in_hints_about_it() -> None:
+    row = SEPARATOR.join(["gpu", "up", "infinite", "4", "gpu:h100:8", "64", "512000"])
+    other = {"nodes": 1, "gpus": 8, "gpu_type": "a100", "memory": "900G"}
+    values = {"name": "site", "nodes": 2, "scheduler": {"partition": "gpu"}, "node_types": {"big": other}}
+    asked = lambda command: row if "--format" in command[-1] else ""  # noqa: E731
+    found = {result.what: result for result in examine(Profile.model_validate(values), asked)}
+    assert "node_types.big.gpu_type" in found["big GPU type"].hint
+    assert "node_types.big.memory to 500G" in found["big requested memory"].hint
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.cause[:30])
+def test_no_hint_of_doctor_names_doctor(tmp_path: Path, refusal: Refusal) -> None:
+    printed = re.sub(r"\|.*|[()\\]", "", refusal.pattern)
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: error: {printed}' >&2\nexit 1\n")
+    profile = Profile.model_validate({"name": "site", "runs_dir": str(tmp_path), "scheduler": {"time": 60}})
+    found = {result.what: result for result in examine(profile, lambda command: "")}["test submission"]
+    assert not found.is_ok and "primerl-hpc doctor" not in found.hint

@@ -219,6 +219,16 @@ def rl_recipe(**changes: object) -> Mapping[str, object]:
     }
 
 
+def test_an_environment_that_is_used_twice_is_shown_with_its_arguments(here: Path) -> None:
+    environments = {"train": [{"id": "other-env"}], "eval": [{"id": "other-env", "args": {"split": "test"}}]}
+    recipe = {"kind": "rl", "name": "two", "model": {"name": str(here)}, "max_steps": 1}
+    needs = needs_of(
+        parse_recipe({**recipe, "environments": environments}), load_profile("local").profile, here
+    )
+    labels = [need.label for need in needs if need.kind == NeedKind.ENVIRONMENT]
+    assert labels == ["other-env", 'other-env {"split": "test"}']
+
+
 def test_needs_are_everything_that_no_local_file_is(here: Path) -> None:
     profile = load_profile("local", overrides=[f"cache={here}/cache"]).profile
     warmup = {"max_steps": 1, "sft": {"data": [{"path": "org/a"}, {"path": "here.jsonl"}]}}

@@ -19,7 +19,7 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import RunState
 from primerl_hpc.launch.submit import prepare_run
-from primerl_hpc.observe.diagnose.advice import ADVICE, Ending, Next, ending_of
+from primerl_hpc.observe.diagnose.advice import ADVICE, Ending, NextCommand, ending_of
 from primerl_hpc.observe.diagnose.diagnose import diagnose, render_diagnosis
 from primerl_hpc.observe.diagnose.known_faults import recognize_fault
 from primerl_hpc.observe.follow.summary import print_summary
@@ -33,15 +33,15 @@ from tests.support.helpers import unusable_sft_recipe, wait_for
 
 TABLE = {
     # what ended the run: (may it be retried, next command) with a checkpoint, without one
-    Ending.STOPPED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.CANCELLED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.BUDGET: ((True, Next.RESUME_WITH_BUDGET), (True, Next.RESUME_WITH_BUDGET)),
-    Ending.INTERRUPTED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.NO_NEW_CHECKPOINT: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.SITE: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.DATA: ((True, Next.RESUME), (False, Next.SUBMIT)),
-    Ending.RECIPE: ((False, Next.FORK), (False, Next.SUBMIT)),
-    Ending.PROFILE: ((False, Next.FORK), (False, Next.SUBMIT)),
+    Ending.STOPPED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.CANCELLED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.BUDGET: ((True, NextCommand.RESUME_WITH_BUDGET), (True, NextCommand.RESUME_WITH_BUDGET)),
+    Ending.INTERRUPTED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.NO_NEW_CHECKPOINT: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.SITE: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.DATA: ((True, NextCommand.RESUME), (False, NextCommand.SUBMIT)),
+    Ending.RECIPE: ((False, NextCommand.FORK), (False, NextCommand.SUBMIT)),
+    Ending.PROFILE: ((False, NextCommand.FORK), (False, NextCommand.SUBMIT)),
 }
 
 
@@ -63,7 +63,7 @@ EXAMPLES: dict[Ending, tuple[RunState, dict[str, Any] | None, str | None]] = {
     Ending.RECIPE: (RunState.FAILED, failed(ExitCode.CONFIG, "no such option"), None),
     Ending.PROFILE: (RunState.FAILED, failed(127, "no such program: /opt/primerl/bin/python"), None),
 }
-"""What ended the run → state, control/failure.json and message of such a run."""
+"""Reason for the end → state, control/failure.json and message of such a run."""
 
 
 def test_the_table_has_advice_for_every_pair_and_no_other_rule() -> None:
@@ -142,24 +142,22 @@ def test_the_next_command_works_for_everything_that_ends_a_run(
     ended: EndedRun, ending: Ending, has_checkpoint: bool
 ) -> None:
     run = ended(ending, has_checkpoint)
-    found = diagnose(run)
+    found, run_point = diagnose(run), "after step 2" if has_checkpoint else "from the beginning"
     advice = ADVICE[ending, has_checkpoint]
     assert found.can_retry == advice.can_retry and found.next_command is not None
-    assert found.advice == advice.sentence.format(
-        after="after step 2" if has_checkpoint else "from the beginning", step=2
-    )
+    assert found.advice == advice.sentence.format(after=run_point, step=2)
     command = found.next_command
-    if advice.next in (Next.SUBMIT, Next.FORK):
+    if advice.next in (NextCommand.SUBMIT, NextCommand.FORK):
         assert ("checkpoint.fork.run" in command) == has_checkpoint and "--run-dir" not in command
         code, text = execute(command, "--dry-run")
         assert code == 0, text
         return
-    if advice.next == Next.RESUME_WITH_BUDGET:
+    if advice.next == NextCommand.RESUME_WITH_BUDGET:
         code, text = execute(command.replace(" --budget HOURS", ""))
         assert code != 0 and "has stopped it" in text and "--budget HOURS" in text, text
         command = command.replace("HOURS", "100nodeh")
     code, text = execute(command)
-    assert code == 0 and f"continues after step {2 if has_checkpoint else 0}" in text, text
+    assert code == 0 and f"continues {run_point}" in text, text
     wait_for(lambda: take_snapshot(run).state == RunState.DONE, "its end", tell=run.events.read_text)
     wait_for(lambda: not is_process_alive(int(read_json(run.job)["job_id"])), "the end of its job")
 
@@ -230,6 +228,14 @@ def test_a_walltime_that_ended_before_the_first_checkpoint_is_explained(ended: E
     write_json(run.state, {**read_json(run.state), "message": message})
     found = diagnose(run)
     assert found.known is not None and "checkpoint.interval" in found.advice and found.can_retry is True
+
+
+def test_a_run_that_ended_in_its_warm_up_continues_after_its_checkpoint(ended: EndedRun) -> None:
+    run = ended(Ending.STOPPED, False)
+    plan = read_json(run.plan)
+    write_json(run.plan, {**plan, "phases": [{**plan["phases"][0], "name": "warmup"}, *plan["phases"]]})
+    write_text(run.phase("warmup").checkpoint(8) / COMPLETE, "")
+    assert diagnose(run).advice == "nothing failed; resume continues after step 8 of phase warmup"
 
 
 def test_a_run_whose_name_is_not_unique_is_named_by_its_path(ended: EndedRun, tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.logs.log_files import LogFiles
-from primerl_hpc.observe.logs.merge import LogFilter, LogFollower, follow_logs, parse_since, stamp_lines
+from primerl_hpc.observe.logs.merge import (
+    LogFilter,
+    LogFollower,
+    follow_logs,
+    missing_log_error,
+    parse_since,
+    stamp_lines,
+)
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.endpoints import publish_endpoint
@@ -258,6 +265,13 @@ def test_roles_are_merged_by_time_with_their_names(run: RunDir) -> None:
 def test_an_invalid_filter_is_a_usage_error(run: RunDir, words: tuple[str, str]) -> None:
     code, output = show(run, *words)
     assert code == 2 and words[0] in output
+
+
+@pytest.mark.parametrize(("role", "hint"), [("trainer", "logs run job"), ("job", "diagnose run")])
+def test_the_hint_about_a_missing_log_is_not_the_command_that_was_run(
+    run: RunDir, role: str, hint: str
+) -> None:
+    assert hint in missing_log_error(run, role=role).hint.replace(run.root.name, "run")
 
 
 def test_a_missing_log_is_reported_with_the_state_of_the_run(run: RunDir) -> None:

@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.cancel import cancel_run
-from primerl_hpc.launch.submit import check_not_running
+from primerl_hpc.launch.submit import check_not_running, still_queued
 from primerl_hpc.run.job_chain import JobChain
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
@@ -38,7 +39,7 @@ from primerl_hpc.slurm import commands as slurm_commands
 from primerl_hpc.slurm.commands import UnansweredError
 from primerl_hpc.slurm.sbatch import find_jobs
 from tests.support.helpers import make_plan, process_plan
-from tests.support.slurm_rows import printed, queue_row, row
+from tests.support.slurm_rows import SUBMITTED, printed, queue_row, row
 from tests.unit.cli.test_cli import folder  # noqa: F401
 
 BUSY = '{ echo "slurm_load_jobs error: Socket timed out on send/recv operation" >&2; exit 1; }'
@@ -138,7 +139,7 @@ def test_the_task_of_an_array_is_requeued_alone_and_ends_only_its_own_steps(
 def test_a_component_of_a_heterogeneous_job_is_not_another_job_of_its_script(
     commands: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What an uncertain submission left behind is cancelled, also by the number of one component."""
+    """Jobs that an uncertain submission left are cancelled, also by the number of one component."""
     script = tmp_path / ".submission_file_1.sh"
     listed = (("7", "7+0"), ("8", "7+1"), ("9", "9"))
     commands(squeue=printed(*(row(*numbers, str(script)) for numbers in listed)))
@@ -483,3 +484,20 @@ def test_a_notice_on_stderr_is_neither_a_refusal_nor_part_of_a_step_list(
     launch = Launch(process_plan(Role.TRAINER), RunDir(tmp_path / "toy"), "main", 1, 0)
     asyncio.run(SrunStep(launch, Allocation(("n1",), 1, False, 0, job_id="7"))._end_lost_step())
     assert asked_of(calls, "scancel") == ["scancel --signal=KILL 7.3"]
+
+
+def test_a_job_of_a_failed_attempt_is_cancelled_only_if_it_is_still_the_runs_job(
+    commands: Callable[..., Path],
+) -> None:
+    """SLURM may have given its number to another job of the user since."""
+    commands(
+        squeue=printed(
+            queue_row("41", "PENDING", name="toy-export"),
+            queue_row("42", "RUNNING", name="code", submitted="2026-07-01T00:00:00"),
+            queue_row("43", "RUNNING", name="toy-engines", submitted="2026-07-01T00:00:00"),  # requeued
+            queue_row("44", "COMPLETED", name="toy-evaluation"),
+        )
+    )
+    job = {"job_id": "40", "name": "toy", "submitted": datetime.fromisoformat(SUBMITTED).timestamp()}
+    assert still_queued(job, ["41", "42", "43", "44"]) == ["41", "43"]
+    assert still_queued(job, []) == []
