@@ -196,7 +196,7 @@ def test_the_watch_learns_from_both_sides_of_an_rl_run(tmp_path: Path) -> None:
     assert asyncio.run(watch.is_due()), "a step of 400 s is among the last ten, and 500 s are left"
     append_json(metrics.metrics("trainer"), row(13, attempt=2, step=10.0))
     assert not asyncio.run(watch.is_due())
-    assert watch.as_details() == {"left_s": 500, "step_s": 10.0, "save_s": None}
+    assert watch.as_details() == {"need_s": 71.0, "left_s": 500, "step_s": 10.0, "save_s": None}
     assert clock.num_questions == 1
 
 
@@ -226,7 +226,7 @@ def test_the_slowest_save_outlives_an_attempt(tmp_path: Path) -> None:
     assert watch.context.journal.state["slowest_save_s"] == 70.04
     again = WalltimeWatch(watch.context, watch.context.plan.phases[0], watch.watch)
     assert again.deadline.save_s == 70.04
-    assert again.as_details() == {"left_s": None, "step_s": 0.0, "save_s": 70.0}
+    assert again.as_details() == {"need_s": 107.0, "left_s": None, "step_s": 0.0, "save_s": 70.0}
 
 
 def test_a_save_ends_when_its_checkpoint_is_complete(tmp_path: Path) -> None:
@@ -244,4 +244,4 @@ def test_a_save_ends_when_its_checkpoint_is_complete(tmp_path: Path) -> None:
 def test_durations_are_reported_with_one_digit(tmp_path: Path) -> None:
     watch, _ = make_watch(tmp_path, left_s=99.6)
     watch.deadline.step_s, watch.deadline.save_s = 1.26, 2.34
-    assert watch.as_details() == {"left_s": 100, "step_s": 1.3, "save_s": 2.3}
+    assert watch.as_details() == {"need_s": 60, "left_s": 100, "step_s": 1.3, "save_s": 2.3}
