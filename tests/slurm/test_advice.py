@@ -1,4 +1,4 @@
-"""What `diagnose` advises after the end of a job, and that the advised command works."""
+"""Advice of `diagnose` after the end of a job: the advised command works."""
 
 from __future__ import annotations
 

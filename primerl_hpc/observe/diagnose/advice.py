@@ -1,4 +1,4 @@
-"""What ended a run, and what its owner can do about it. `ADVICE` is the complete table; nothing else decides.
+"""Advice about a run that has ended, by its ending and whether it has a checkpoint. `ADVICE` is the complete table.
 
     ending = ending_of(RunState.FAILED, failure, known, is_over_budget=False)
     advice = ADVICE[ending, has_checkpoint]
@@ -45,7 +45,7 @@ class Ending(StrEnum):
     """The profile must change: the job as it was submitted cannot start the run."""
 
 
-class Next(StrEnum):
+class NextCommand(StrEnum):
     """The next command."""
 
     RESUME = "resume"
@@ -55,27 +55,27 @@ class Next(StrEnum):
 
 
 @dataclass(frozen=True)
-class Advice:
+class EndingAdvice:
     can_retry: bool
     """True if another attempt of this run can succeed, maybe after a fix."""
     sentence: str
     """``{after}``: "after step 20" or "from the beginning"; ``{step}``: 20."""
-    next: Next
+    next: NextCommand
 
 
-_RESUME = Advice(True, "resume continues {after}", Next.RESUME)
-_NOTHING_FAILED = Advice(True, "nothing failed; resume continues {after}", Next.RESUME)
-_LARGER_BUDGET = Advice(
-    True, "nothing failed; with a larger budget, resume continues {after}", Next.RESUME_WITH_BUDGET
+_RESUME = EndingAdvice(True, "resume continues {after}", NextCommand.RESUME)
+_NOTHING_FAILED = EndingAdvice(True, "nothing failed; resume continues {after}", NextCommand.RESUME)
+_LARGER_BUDGET = EndingAdvice(
+    True, "nothing failed; with a larger budget, resume continues {after}", NextCommand.RESUME_WITH_BUDGET
 )
-_SAVE_MORE_OFTEN = Advice(
+_SAVE_MORE_OFTEN = EndingAdvice(
     True,
     "resume continues {after}; if it is interrupted again, save more often: resume --set checkpoint.interval=N",
-    Next.RESUME,
+    NextCommand.RESUME,
 )
-_FIX = Advice(True, "after a fix, resume continues {after}", Next.RESUME)
+_FIX = EndingAdvice(True, "after a fix, resume continues {after}", NextCommand.RESUME)
 
-ADVICE: Mapping[tuple[Ending, bool], Advice] = {
+ADVICE: Mapping[tuple[Ending, bool], EndingAdvice] = {
     (Ending.STOPPED, True): _NOTHING_FAILED,
     (Ending.STOPPED, False): _NOTHING_FAILED,
     (Ending.CANCELLED, True): _NOTHING_FAILED,
@@ -88,27 +88,29 @@ ADVICE: Mapping[tuple[Ending, bool], Advice] = {
     (Ending.NO_NEW_CHECKPOINT, False): _SAVE_MORE_OFTEN,
     (Ending.SITE, True): _FIX,
     (Ending.SITE, False): _FIX,
-    (Ending.DATA, True): Advice(True, "after the data are corrected, resume continues {after}", Next.RESUME),
-    (Ending.DATA, False): Advice(
+    (Ending.DATA, True): EndingAdvice(
+        True, "after the data are corrected, resume continues {after}", NextCommand.RESUME
+    ),
+    (Ending.DATA, False): EndingAdvice(
         False,
         "the same data would fail again: correct the data or the recipe, then submit again",
-        Next.SUBMIT,
+        NextCommand.SUBMIT,
     ),
-    (Ending.RECIPE, True): Advice(
+    (Ending.RECIPE, True): EndingAdvice(
         False,
         "the same recipe would fail again: correct it, then submit it from the checkpoint of step {step}",
-        Next.FORK,
+        NextCommand.FORK,
     ),
-    (Ending.RECIPE, False): Advice(
-        False, "the same recipe would fail again: correct it, then submit it again", Next.SUBMIT
+    (Ending.RECIPE, False): EndingAdvice(
+        False, "the same recipe would fail again: correct it, then submit it again", NextCommand.SUBMIT
     ),
-    (Ending.PROFILE, True): Advice(
+    (Ending.PROFILE, True): EndingAdvice(
         False,
         "the same job would fail again: correct the profile, then submit from the checkpoint of step {step}",
-        Next.FORK,
+        NextCommand.FORK,
     ),
-    (Ending.PROFILE, False): Advice(
-        False, "the same job would fail again: correct the profile, then submit again", Next.SUBMIT
+    (Ending.PROFILE, False): EndingAdvice(
+        False, "the same job would fail again: correct the profile, then submit again", NextCommand.SUBMIT
     ),
 }
 """(what ended the run, has it a complete checkpoint?) → advice."""
@@ -157,16 +159,16 @@ def advise(
     return advice.can_retry, sentence, command_of(advice.next, run)
 
 
-def command_of(command: Next, run: RunDir) -> str:
+def command_of(command: NextCommand, run: RunDir) -> str:
     """Return a command line that can be copied, except for HOURS."""
     match command:
-        case Next.RESUME:
+        case NextCommand.RESUME:
             return f"primerl-hpc resume {word_for(run)}"
-        case Next.RESUME_WITH_BUDGET:
+        case NextCommand.RESUME_WITH_BUDGET:
             return f"primerl-hpc resume {word_for(run)} --budget HOURS"
-        case Next.SUBMIT:
+        case NextCommand.SUBMIT:
             return shlex.join(_submission(run))
-        case Next.FORK:
+        case NextCommand.FORK:
             return shlex.join([*_submission(run), "--set", f"checkpoint.fork.run={run.root}"])
 
 

@@ -19,7 +19,7 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import RunState
 from primerl_hpc.launch.submit import prepare_run
-from primerl_hpc.observe.diagnose.advice import ADVICE, Ending, Next, ending_of
+from primerl_hpc.observe.diagnose.advice import ADVICE, Ending, NextCommand, ending_of
 from primerl_hpc.observe.diagnose.diagnose import diagnose, render_diagnosis
 from primerl_hpc.observe.diagnose.known_faults import recognize_fault
 from primerl_hpc.observe.follow.summary import print_summary
@@ -33,15 +33,15 @@ from tests.support.helpers import unusable_sft_recipe, wait_for
 
 TABLE = {
     # what ended the run: (may it be retried, next command) with a checkpoint, without one
-    Ending.STOPPED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.CANCELLED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.BUDGET: ((True, Next.RESUME_WITH_BUDGET), (True, Next.RESUME_WITH_BUDGET)),
-    Ending.INTERRUPTED: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.NO_NEW_CHECKPOINT: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.SITE: ((True, Next.RESUME), (True, Next.RESUME)),
-    Ending.DATA: ((True, Next.RESUME), (False, Next.SUBMIT)),
-    Ending.RECIPE: ((False, Next.FORK), (False, Next.SUBMIT)),
-    Ending.PROFILE: ((False, Next.FORK), (False, Next.SUBMIT)),
+    Ending.STOPPED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.CANCELLED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.BUDGET: ((True, NextCommand.RESUME_WITH_BUDGET), (True, NextCommand.RESUME_WITH_BUDGET)),
+    Ending.INTERRUPTED: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.NO_NEW_CHECKPOINT: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.SITE: ((True, NextCommand.RESUME), (True, NextCommand.RESUME)),
+    Ending.DATA: ((True, NextCommand.RESUME), (False, NextCommand.SUBMIT)),
+    Ending.RECIPE: ((False, NextCommand.FORK), (False, NextCommand.SUBMIT)),
+    Ending.PROFILE: ((False, NextCommand.FORK), (False, NextCommand.SUBMIT)),
 }
 
 
@@ -63,7 +63,7 @@ EXAMPLES: dict[Ending, tuple[RunState, dict[str, Any] | None, str | None]] = {
     Ending.RECIPE: (RunState.FAILED, failed(ExitCode.CONFIG, "no such option"), None),
     Ending.PROFILE: (RunState.FAILED, failed(127, "no such program: /opt/primerl/bin/python"), None),
 }
-"""What ended the run → state, control/failure.json and message of such a run."""
+"""Ending → state, control/failure.json and message of such a run."""
 
 
 def test_the_table_has_advice_for_every_pair_and_no_other_rule() -> None:
@@ -147,12 +147,12 @@ def test_the_next_command_works_for_everything_that_ends_a_run(
     assert found.can_retry == advice.can_retry and found.next_command is not None
     assert found.advice == advice.sentence.format(after=run_point, step=2)
     command = found.next_command
-    if advice.next in (Next.SUBMIT, Next.FORK):
+    if advice.next in (NextCommand.SUBMIT, NextCommand.FORK):
         assert ("checkpoint.fork.run" in command) == has_checkpoint and "--run-dir" not in command
         code, text = execute(command, "--dry-run")
         assert code == 0, text
         return
-    if advice.next == Next.RESUME_WITH_BUDGET:
+    if advice.next == NextCommand.RESUME_WITH_BUDGET:
         code, text = execute(command.replace(" --budget HOURS", ""))
         assert code != 0 and "has stopped it" in text and "--budget HOURS" in text, text
         command = command.replace("HOURS", "100nodeh")

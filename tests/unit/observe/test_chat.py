@@ -83,7 +83,7 @@ def test_a_run_whose_engines_start_is_reported_once_with_the_command_that_shows_
 def test_an_engine_on_loopback_is_reached_by_a_step_of_its_job(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step shares the job's memory as those of `exec` do: with its default it would wait for memory for ever."""
+    """The step shares the job's memory as those of `exec` do; with its default it would wait for memory."""
     monkeypatch.setenv("PATH", str(tmp_path))  # without SLURM: the files decide
     words = ["chat", "run", "--prompt", "hi; rm -rf /"]
     run_keys(run)

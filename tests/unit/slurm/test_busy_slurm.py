@@ -139,7 +139,7 @@ def test_the_task_of_an_array_is_requeued_alone_and_ends_only_its_own_steps(
 def test_a_component_of_a_heterogeneous_job_is_not_another_job_of_its_script(
     commands: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What an uncertain submission left behind is cancelled, also by the number of one component."""
+    """Jobs that an uncertain submission left behind are cancelled, also by the number of one component."""
     script = tmp_path / ".submission_file_1.sh"
     listed = (("7", "7+0"), ("8", "7+1"), ("9", "9"))
     commands(squeue=printed(*(row(*numbers, str(script)) for numbers in listed)))

@@ -382,7 +382,7 @@ NO_ACCOUNTING = SchedulerError("sacct: Slurm accounting storage is disabled")
     ],
 )
 @pytest.mark.parametrize("jobs", [["7"], ["7", "8"]], ids=["alone", "with another"])
-def test_a_job_that_squeue_does_not_list_is_over_only_if_slurm_says_so(
+def test_a_job_that_squeue_does_not_list_is_over_only_if_slurm_reports_it(
     jobs: list[str], listed: str | Exception, accounted: str | Exception, state: str | None
 ) -> None:
     def ask(command: list[str]) -> str:

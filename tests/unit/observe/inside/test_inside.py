@@ -84,7 +84,7 @@ OBSERVING = (
     ("du",),
     ("profile",),
 )
-"""Commands that look at a run, some of which are refused: this run has no engine, no trainer and no rollouts."""
+"""Commands that read a run, some of which are refused: this run has no engine, no trainer and no rollouts."""
 
 
 def test_commands_that_observe_a_run_change_nothing_in_it(toy: Toy) -> None:  # noqa: F811
