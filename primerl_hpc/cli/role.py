@@ -188,6 +188,8 @@ def _run_role(role: str, target: str, index: int, phase_name: str | None) -> Non
     from primerl_hpc.common import env
     from primerl_hpc.common.files import read_json_or_none
     from primerl_hpc.common.names import Role, process_name
+    from primerl_hpc.launch.executor import environ_here
+    from primerl_hpc.launch.prepare import passed_variables
     from primerl_hpc.plan.types import load_plan, with_interpreter
     from primerl_hpc.run.access.keys import run_keys
     from primerl_hpc.run.access.ownership import check_own
@@ -207,7 +209,7 @@ def _run_role(role: str, target: str, index: int, phase_name: str | None) -> Non
     run_keys(run, attempt)
     root = str(Path(__file__).resolve().parents[2])
     visible = visible_accelerators(launch, has_gpus=plan.accelerator == "gpu")
-    environment = {**os.environ, **visible, **launch.environment}
+    environment = {**environ_here(passed_variables(plan)), **visible, **launch.environment}
     environment[env.PYTHONPATH] = env.join_pythonpath(root, environment.get(env.PYTHONPATH))
     drop_variables(environment)
     click.echo(f"{process.name}: {' '.join(process.argv)}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ def submit(
     """
     from primerl_hpc.envs.judges import check_judges
     from primerl_hpc.envs.tools import check_tools
+    from primerl_hpc.launch.prepare import withheld_notice
     from primerl_hpc.launch.submission import ONE_JOB
     from primerl_hpc.launch.submit import submit_run
 
@@ -146,6 +148,8 @@ def submit(
         return _dry_run(loaded, profile, chain, how)
     make_room = (lambda root: _make_room(root, how)) if how.overwrite else None
     submitted = submit_run(loaded, profile, how.run_dir, chain, is_live=how.is_live, make_room=make_room)
+    if (withheld := withheld_notice(submitted.plan)) is not None:
+        notice(withheld)
     root, jobs = submitted.run.root, submitted.links or (submitted.job_id,)
     if how.as_json:
         print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id, "jobs": jobs})
@@ -193,7 +197,7 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     from primerl_hpc.launch.follow_up import export_script
     from primerl_hpc.launch.planning.forecast import hub_variables
     from primerl_hpc.launch.planning.model_config import has_config
-    from primerl_hpc.launch.prepare import engines_script, job_script
+    from primerl_hpc.launch.prepare import engines_script, job_script, passed_variables, withheld_notice
     from primerl_hpc.launch.submission import check_run
     from primerl_hpc.launch.submit import prepare_run
 
@@ -209,14 +213,19 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
         checked, path = check_run(loaded, profile, chain, missing=missing, is_live=how.is_live), None
         plan, scripts = checked.plan, checked.scripts
         _warn_of_missing_weights(missing or [], plan)
+    passing, others = passed_variables(plan).split(os.environ)
     if how.as_json:
         found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        found |= {"environment": passing, "environment_left_out": others}
         print_json({"plan": plan.model_dump(mode="json"), **found})
         return 0
     show_plan(plan)
     for name, script in scripts.items():
         click.echo(f"\n{name}:\n")
         click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
+    click.echo(f"{len(passing)} variables of this shell reach the run, {len(others)} do not (names: --json)")
+    if (withheld := withheld_notice(plan)) is not None:
+        notice(withheld)
     launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
     if path is not None:
         click.echo(f"prepared; start it manually with:  {launcher} {shlex.quote(str(path))}")

@@ -20,9 +20,9 @@ from primerl_hpc.common.block import (
 class Proxy(Block):
     """HTTP proxy through which compute nodes reach the internet."""
 
-    http: OneLine | None = None
+    http: str | None = None
     """Proxy of http addresses, e.g. ``http://proxy.site:3128``."""
-    https: OneLine | None = None
+    https: str | None = None
     """Proxy of https addresses; null: ``http``."""
     no_proxy: tuple[OneLine, ...] = ()
     """Hosts and domains that are reached directly. The run adds its own nodes, their addresses and the loopback."""

@@ -47,11 +47,12 @@ class GpuShare(Block):
 
 
 class SubmitEnvironment(Block):
-    """Variables of the submitting shell that reach the job, as names or patterns (``CONDA_*``). The names are recorded
-    in launch/provenance.json."""
+    """Variables of the submitting shell that reach the run, as names or patterns (``MY_SITE_*``). What passes and what
+    does not is recorded in provenance.json."""
 
-    keep: tuple[Pattern, ...] | None = None
-    """Pass only these and the basic ones (``PATH``, ``HOME``, ``USER``, ``LANG``, …); null: all."""
+    keep: tuple[Pattern, ...] = ()
+    """Pass these in addition to the list (docs/security.md): those of the user, modules, Python, CUDA, networks, …
+    A secret passes only by its name, never by a pattern."""
     drop: tuple[Pattern, ...] = ()
     """Do not pass these, e.g. ``BASH_ENV``."""
 

@@ -41,6 +41,7 @@ PRIVATE_TMP = (
 STAGE_MODELS = "PRIMERL_STAGE_MODELS"  # JSON: nodes that copy the base model (transport/base_models)
 COMPILE_STORE = "PRIMERL_COMPILE_STORE"  # JSON: folder and size of kept compile caches (common/node)
 KEPT = "PRIMERL_KEPT_ENV"  # patterns of the variables that the guard passes to a process
+WITHHELD = "PRIMERL_WITHHELD_ENV"  # names of variables with secrets that the guard does not pass to a process
 STORE = "PRIMERL_STORE"  # host:port of the rendezvous store of a trainer's ranks, set by their agent
 MIRROR = "PRIMERL_MIRROR"  # node-local folder of an engine, inherited by its workers
 
@@ -72,6 +73,7 @@ RESERVED = frozenset(
         SCRATCH,
         BINDING,
         KEPT,
+        WITHHELD,
         STAGE_MODELS,
         COMPILE_STORE,
         PRIVATE_TMP,

@@ -9,14 +9,17 @@ import ctypes
 import faulthandler
 import json
 import logging
+import math
 import re
 import shutil
 import signal
 import sys
 import textwrap
 import threading
+import time
 
 from primerl_hpc.common import env
+from primerl_hpc.common.safety.printable import one_line
 
 _COMMAND = re.compile(r"primerl-hpc( [^\s;,()]+)+")
 STACKS_THREAD = "primerl-stacks"
@@ -75,6 +78,34 @@ def _print_stacks_on_request() -> None:
     while True:
         signal.sigwait({signal.SIGUSR2})
         faulthandler.dump_traceback(all_threads=True)
+
+
+class MalformedRequests(logging.Filter):
+    """Reduces a server's records about malformed requests to one line a minute, with their number and no traceback.
+
+    logging.getLogger("aiohttp.server").addFilter(MalformedRequests(errors=(HttpProcessingError,)))
+    """
+
+    EVERY_S = 60.0
+
+    def __init__(self, *, errors: tuple[type[BaseException], ...] = (), texts: tuple[str, ...] = ()) -> None:
+        """``errors``: classes of exceptions in such records; ``texts``: how their messages begin."""
+        super().__init__()
+        self.errors, self.texts = errors, texts
+        self._num, self._next = 0, -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else f"{type(error).__name__}: {error}"
+        if not isinstance(error, self.errors) and not text.startswith(self.texts):
+            return True
+        self._num += 1
+        if time.monotonic() < self._next:
+            return False
+        record.exc_info = record.exc_text = None
+        record.msg, record.args = "malformed requests: %d, the last one: %s", (self._num, one_line(text))
+        self._num, self._next = 0, time.monotonic() + self.EVERY_S
+        return True
 
 
 def notice(sentence: str) -> None:

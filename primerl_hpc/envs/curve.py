@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 import zmq.asyncio
 
+from primerl_hpc.envs.visitors import HANDSHAKE_MS, limit_visitors
+from primerl_hpc.run.access.admission import BACKLOG, SPARE
 from primerl_hpc.run.access.keys import CurveKeys
 
 if TYPE_CHECKING:
@@ -33,21 +35,24 @@ def curve_client(url: str, keys: CurveKeys) -> EnvClient:
         return EnvClient(url)
 
 
-def serve_with_curve(keys: CurveKeys, allowed_keys: Set[str]) -> None:
+def serve_with_curve(keys: CurveKeys, allowed_keys: Set[str], num_clients: int) -> None:
     """Patch verifiers so that `verifiers.v1.serve.serve_env` in this process serves with CURVE.
 
     ``allowed_keys``: names of the environment variables that a request may use as the API key of its model. A request
-    with another variable, or with headers from environment variables, is rejected.
+    with another variable, or with headers from environment variables, is rejected. ``num_clients``: processes
+    that may connect.
     """
     from verifiers.v1.serve import pool
     from verifiers.v1.serve.server import EnvServer
 
     options = {"curve_server": True, "curve_secretkey": keys.secret.encode()}
+    options |= {"handshake_ivl": HANDSHAKE_MS, "backlog": BACKLOG}
 
     class CurveServer(EnvServer):
         def __init__(self, *args: Any, **more: Any) -> None:
             with _sockets_with(options):
                 super().__init__(*args, **more)
+            limit_visitors(self.frontend, SPARE + num_clients)
 
         def _context(self, client_config: Any, model: str, sampling: Any) -> Any:
             if client_config.headers_from_env or client_config.api_key_var not in allowed_keys:

@@ -23,7 +23,6 @@ leaves most routes open. Requests that contain a chat template are rejected (`ch
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,6 +40,8 @@ from primerl_hpc.inference.chat_requests import read_body, refused_template
 from primerl_hpc.inference.checkpoint import check_same_model, read_headers
 from primerl_hpc.inference.token_responses import GENERATE, rewrite_response
 from primerl_hpc.inference.token_route import TokenRoute
+from primerl_hpc.run.access.admission import Admission
+from primerl_hpc.run.access.keys import is_bearer
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
 from primerl_hpc.transport.weights.filesystem import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, describe, from_body
@@ -61,6 +62,8 @@ class EngineState:
     version: int
     """Policy version of the loaded weights; -1: the engine serves adapters and none is loaded yet."""
     api_key: str
+    admission: Admission | None = None
+    """Limits of connections without the key; None where no socket is served."""
     base_path: str = ""
     """Folder or hub id of the model that is version 0."""
     weight_roots: tuple[Path, ...] | None = None
@@ -131,9 +134,12 @@ class EngineRoutes:
         if scope["type"] == "http":
             send = self._with_version(send)
             request = Request(scope, receive)
-            if not self._is_authorized(request):
-                response = JSONResponse({"error": "missing or wrong API key"}, status_code=401)
+            if not is_bearer(request.headers.get("authorization", ""), self.state.api_key):
+                response = _error(401, "missing or wrong API key")
+                response.headers["connection"] = "close"
                 return await response(scope, receive, send)
+            if self.state.admission is not None:
+                self.state.admission.admit(scope["client"])
             if scope["path"] in VLLM_ADAPTER_ROUTES:  # they accept any folder
                 return await _error(404, "use /load_lora_adapter or /unload_lora_adapter")(
                     scope, receive, send
@@ -159,10 +165,6 @@ class EngineRoutes:
             await send(message)
 
         return send_with_version
-
-    def _is_authorized(self, request: Request) -> bool:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.encode(), self.state.api_key.encode())
 
     # -- routes ------------------------------------------------------------------------------------
     async def show_state(self, _: Request) -> JSONResponse:

@@ -42,6 +42,7 @@ from primerl_hpc.inference.turns import KEEP_WEIGHTS, sleep_level, wait_for_turn
 from primerl_hpc.inference.worker.start_times import read_start_times
 from primerl_hpc.plan.types import PhasePlan, Plan
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.run.access.elsewhere import homes_of
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
@@ -157,8 +158,9 @@ def _serve(
     listener = bind_listener(listen_host(plan.num_hosts), run.last_port(process))
     host, port = listener.getsockname()[:2]
     url, keys, recipe = f"https://{host}:{port}", run_keys(run), phase.recipe
+    admission = Admission(expected=phase.max_connections)
     with without_collections():  # imports transformers and torch
-        state = _engine_state(run, phase, process, weights)
+        state = _engine_state(run, phase, process, weights, admission)
     routes.install(state)
     certificate = str(keys.server_certificate(process, host))
     more = [*more, "--ssl-keyfile", certificate, "--ssl-certfile", certificate]
@@ -194,13 +196,15 @@ def _serve(
         await wait_for_stop(state)
 
     try:
-        vllm_compat.serve(args, listener, publish_when_ready)
+        vllm_compat.serve(args, listener, publish_when_ready, admission)
     finally:
         weights.release()
         listener.close()
 
 
-def _engine_state(run: RunDir, phase: PhasePlan, process: str, weights: StartWeights) -> routes.EngineState:
+def _engine_state(
+    run: RunDir, phase: PhasePlan, process: str, weights: StartWeights, admission: Admission
+) -> routes.EngineState:
     recipe = phase.recipe
     return routes.EngineState(
         process,
@@ -208,6 +212,7 @@ def _engine_state(run: RunDir, phase: PhasePlan, process: str, weights: StartWei
         env.incarnation(),
         weights.version if weights.adapter is None else -1,
         api_key=run_keys(run).api_key,
+        admission=admission,
         base_path=phase.model_path,
         weight_roots=weight_roots(run, recipe),
         adapter_roots=(run.root, *homes_of(run), *map(Path, recipe.inference.adapter_dirs)),

@@ -68,7 +68,8 @@ def secure_store(
         listener = None if master_listen_fd is None else socket.socket(fileno=master_listen_fd)
         if listener is None:
             listener = socket.create_server((host_name, port), backlog=4096)
-        store = serve_store(keys, f"{env.process()}-{listener.getsockname()[1]}", host_name, listener)
+        name = f"{env.process()}-{listener.getsockname()[1]}"
+        store = serve_store(keys, name, host_name, listener, num_clients=world_size or 1)
         store.set_timeout(timeout)
         _served[store.port] = store
         return store

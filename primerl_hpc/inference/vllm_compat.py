@@ -12,6 +12,7 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import socket
@@ -22,8 +23,13 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.log import MalformedRequests
 from primerl_hpc.inference.stores import secure_stores
+from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.transport.rollouts.token_arrays import SampledTokens
+
+MALFORMED = ("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket", "connection rejected")
+"""Messages of uvicorn about requests that are malformed or no part of a run."""
 
 
 def parse_serve_args(argv: list[str]) -> Namespace:
@@ -48,7 +54,10 @@ def has_nixl() -> bool:
 
 
 def serve(
-    args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
+    args: Namespace,
+    listener: socket.socket,
+    companion: Callable[[], Coroutine[Any, Any, None]],
+    admission: Admission,
 ) -> None:
     """Run vLLM's OpenAI server on a bound socket until ``companion()`` returns or SIGTERM interrupts the start.
 
@@ -59,6 +68,7 @@ def serve(
     from vllm.utils.system_utils import set_ulimit
 
     secure_stores()
+    logging.getLogger("uvicorn.error").addFilter(MalformedRequests(texts=MALFORMED))
 
     def interrupt(*_: object) -> None:  # loading blocks the event loop, so its signal handlers would not run
         raise KeyboardInterrupt
@@ -66,7 +76,7 @@ def serve(
     signal.signal(signal.SIGTERM, interrupt)
     set_ulimit()
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(args, listener, companion))
+        uvloop.run(_serve(args, listener, companion, admission))
 
 
 def serve_headless(args: Namespace) -> None:
@@ -85,8 +95,12 @@ def serve_headless(args: Namespace) -> None:
 
 
 async def _serve(
-    args: Namespace, listener: socket.socket, companion: Callable[[], Coroutine[Any, Any, None]]
+    args: Namespace,
+    listener: socket.socket,
+    companion: Callable[[], Coroutine[Any, Any, None]],
+    admission: Admission,
 ) -> None:
+    admission.guard(asyncio.get_running_loop())
     args.host, args.port = listener.getsockname()[:2]
     server = asyncio.ensure_future(_serve_openai(args, listener))
     companion_task = asyncio.ensure_future(companion())
@@ -113,7 +127,8 @@ async def _serve_openai(args: Namespace, listener: socket.socket) -> None:
     engine_args = _engine_args().from_cli_args(args)
     async with entry.build_async_engine_client_from_engine_args(engine_args) as client:
         url = f"https://{args.host}:{args.port}"
-        is_over = await entry.build_and_serve(client, url, listener, args)
+        # the application must see the address of the connection, which no header changes
+        is_over = await entry.build_and_serve(client, url, listener, args, proxy_headers=False)
     await is_over
 
 

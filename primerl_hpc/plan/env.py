@@ -75,15 +75,32 @@ def inherited_env(role: Role, recipe: Recipe, profile: Profile) -> dict[str, str
 
 
 def kept_env(role: Role, recipe: Recipe) -> tuple[str, ...] | None:
-    """Return names or patterns of the variables that are passed to a process in addition to its own; None: all.
+    """Return names or patterns of the variables that are passed to a process in addition to its own; None: all but
+    secrets.
 
     Environment servers run code that a model controls, so they must not see the tokens of the submitter or of SLURM.
     """
+    return (*_HARMLESS, *_server_keys(recipe)) if role == Role.ENV_SERVER else None
+
+
+def secret_env(role: Role, recipe: Recipe, profile: Profile) -> tuple[str, ...]:
+    """Return the variables with secrets that a process gets by their names: keys of the servers that it queries, and
+    what ``submit_env.keep`` of the profile names, except for environment servers."""
+    named: set[str] = set()
+    if role in (Role.ORCHESTRATOR, Role.EVALUATOR, Role.ENV_SERVER):
+        named.update(_server_keys(recipe))
     if role != Role.ENV_SERVER:
-        return None
+        keep = profile.scheduler.submit_env.keep
+        named.update(name for name in keep if "*" not in name and "?" not in name)
+    if role == Role.TRACKER:
+        named.update(recipe.tracking.key_variables)
+    return tuple(sorted(named))
+
+
+def _server_keys(recipe: Recipe) -> list[str]:
+    """Return the variables with keys of teacher, judge and evaluated model, where other servers serve them."""
     servers = (recipe.teacher, recipe.judge, recipe.evaluation.external if recipe.evaluation else None)
-    keys = {server.key_variable for server in servers if server is not None and server.key_variable}
-    return (*_HARMLESS, *sorted(keys))
+    return sorted({server.key_variable for server in servers if server is not None and server.key_variable})
 
 
 def _variables(role: Role, recipe: Recipe, profile: Profile) -> list[tuple[str, Value]]:

@@ -8,6 +8,7 @@ Everything read from disk (the recipe's absolute paths, the interpreter) is pass
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import PurePosixPath
 
@@ -23,7 +24,7 @@ from primerl_hpc.plan.assess.settle import settle_auto
 from primerl_hpc.plan.components import allocated_gpus, node_of, plan_components
 from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.degrees import resolve_degrees
-from primerl_hpc.plan.env import inherited_env, kept_env, process_env, readers_env
+from primerl_hpc.plan.env import inherited_env, kept_env, process_env, readers_env, secret_env
 from primerl_hpc.plan.env_servers import resolve_servers
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.hardware import FP8_NEEDS, fp8_modes, gpu_spec, is_known_gpu
@@ -42,6 +43,7 @@ _ON_EXIT = {
 }
 
 
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 _BOUND = (Role.INFERENCE, Role.PREFILL, Role.TEACHER, Role.JUDGE, Role.TRAINER, Role.SFT)
 """Roles whose processes use accelerators."""
 
@@ -129,14 +131,15 @@ def _check_limits(components: tuple[ComponentPlan, ...], profile: Profile) -> No
         check_limits(profile, profile.scheduler.model_copy(update=own), num_nodes, num_gpus, key=key)
 
 
-def _submit_keep(phases: tuple[PhasePlan, ...], profile: Profile) -> tuple[str, ...] | None:
-    """Return the variables that the submitting shell passes on: those of the profile, and those that processes read."""
+def _submit_keep(phases: tuple[PhasePlan, ...], profile: Profile) -> tuple[str, ...]:
+    """Return the variables that the submitting shell passes on in addition to the list: those of the profile, those
+    that processes read, and those to which values of the profile and recipes refer (``$WORK``)."""
     keep = profile.scheduler.submit_env.keep
-    if keep is None:
-        return None
-    processes = (process for phase in phases for process in (*phase.processes, *phase.elastic))
-    sources = {source for process in processes for source in process.inherited_env.values()}
-    return (*keep, *sorted(sources - set(keep)))
+    processes = [process for phase in phases for process in (*phase.processes, *phase.elastic)]
+    names = {name for process in processes for name in (*process.inherited_env.values(), *process.secret_env)}
+    for block in (profile, *(phase.recipe for phase in phases)):
+        names.update(_REFERENCE.findall(block.model_dump_json()))
+    return (*keep, *sorted(names - set(keep)))
 
 
 def _without_engines(recipe: Recipe) -> Recipe:
@@ -335,6 +338,7 @@ class _Processes:
             env=variables,
             inherited_env=inherited,
             kept_env=kept_env(role, self.recipe),
+            secret_env=secret_env(role, self.recipe, self.profile),
             on_exit=_ON_EXIT.get(role, OnExit.RESTART),
             log=log,
             ready_timeout_s=ready_timeout_s,

@@ -62,12 +62,17 @@ class ProcessPlan(Block):
     inherited_env: dict[str, str] = Field(default_factory=dict)
     """Variables whose values are taken from the job's environment and not stored: name → name in the job."""
     kept_env: tuple[str, ...] | None = None
-    """Names or patterns (``LC_*``) of the job's variables that are passed to the process; None: all."""
+    """Names or patterns (``LC_*``) of the job's variables that are passed to the process; None: all but secrets."""
+    secret_env: tuple[str, ...] = ()
+    """Names of the job's variables with secrets that are passed to the process."""
     on_exit: OnExit
     log: str
     """Log file relative to the attempt's log folder."""
     ready_timeout_s: int = 0
     """Time limit for publishing the endpoint, after which the process has failed; 0: it has no endpoint."""
+
+
+PER_PROCESS, MIN_REQUESTS = 4, 1024
 
 
 class PhasePlan(Block):
@@ -91,6 +96,13 @@ class PhasePlan(Block):
         raise NotFoundError(f"no process '{name}' in phase '{self.name}'", hint=f"its processes: {known}")
 
     @property
+    def max_connections(self) -> int:
+        """Connections that processes of the phase may open to one server at once: a few each, and one for each request
+        of a rollout, or of a benchmark or user."""
+        processes = len(self.processes) + len(self.elastic)
+        return PER_PROCESS * processes + max(MIN_REQUESTS, self.recipe.rollouts.in_flight_ceiling)
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of data-parallel ranks of the trainer: ranks / context_parallel / tensor_parallel."""
         trainers = (*self.of_role(Role.TRAINER), *self.of_role(Role.SFT))
@@ -98,6 +110,12 @@ class PhasePlan(Block):
         layout = self.recipe.layout.trainer
         context = 1 if layout.context_parallel == "auto" else layout.context_parallel  # resolved in a plan
         return world // context // layout.tensor_degree
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of the phase, ranks counted individually."""
+        processes = (*self.processes, *self.elastic)
+        return sum(len(process.nodes) * max(1, len(process.accelerators)) for process in processes)
 
     def for_prefill(self) -> PhasePlan:
         """Return the phase for prefill engines, with their layout."""
@@ -300,7 +318,7 @@ class Plan(Block):
     ask_every_s: float = DEFAULT_ASK_EVERY_S
     """Minimum time between repeated questions to SLURM by all processes together, in seconds."""
     submit_keep: tuple[str, ...] | None = None
-    """Names or patterns of the submitting shell's variables that reach the job, besides the basic ones; None: all."""
+    """Names or patterns of the submitting shell's variables that reach the run, besides those of `common.passed`."""
     submit_drop: tuple[str, ...] = ()
     """Names or patterns of variables that do not reach the job."""
     allow_shared_parent: bool = False
@@ -343,6 +361,11 @@ class Plan(Block):
     def num_hosts(self) -> int:
         """Maximum number of hosts with processes of the run."""
         return len(self.nodes) + self.num_elastic
+
+    @property
+    def max_ranks(self) -> int:
+        """Number of processes of the largest phase, ranks counted individually."""
+        return max(phase.num_ranks for phase in self.phases)
 
     def phase(self, name: str) -> PhasePlan:
         for phase in self.phases:

@@ -11,14 +11,18 @@ UNPACK_SCRIPT = "unpack-bundle.sh"
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-def render_unpack(bundle: BundlePlan, *, owner: str, scratch: str | None) -> str:
-    """Return the script. ``owner``: the run, for a comment. ``scratch``: the profile's, expanded on the node."""
+def render_unpack(bundle: BundlePlan, *, owner: str, scratch: str | None, may_be_shared: bool = False) -> str:
+    """Return the script. ``owner``: the run, for a comment. ``scratch``: the profile's, expanded on the node.
+
+    ``may_be_shared``: unpack also where other users can rename folders.
+    """
     return render_template(
         f"{UNPACK_SCRIPT}.j2",
         owner=owner,
         bundle=bundle,
         manifest=BUNDLE_MANIFEST,
         base=shell_folder(scratch),
+        may_be_shared=may_be_shared,
     )
 
 

@@ -85,7 +85,7 @@ def serve(role: RoleProcess) -> None:
         run_short_calls_inline()
         track_servers()
         use_token_client(keys)
-        serve_with_curve(keys.curve("env_server"), key_variables(role.recipe))
+        serve_with_curve(keys.curve("env_server"), key_variables(role.recipe), role.phase.num_ranks)
         restrict_pillow()  # renderers open the images of messages
         config = resolve_environment(environment)
         share_word_lists(environment.id)

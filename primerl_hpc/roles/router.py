@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import logging
 import math
 import signal
 import socket
@@ -27,15 +27,19 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict
 
 from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.log import MalformedRequests
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.waiting import TransientIOErrors
 from primerl_hpc.inference.balancing import Balancer
 from primerl_hpc.roles.start import RoleProcess, start_role
-from primerl_hpc.run.access.keys import RunKeys, run_keys
+from primerl_hpc.run.access.admission import Admission
+from primerl_hpc.run.access.keys import RunKeys, is_bearer, run_keys
 from primerl_hpc.run.endpoints import PublishedEngines, publish_endpoint
 from primerl_hpc.run.ports import bind_listener, listen_host
 from primerl_hpc.run.rundir import RunDir
@@ -67,6 +71,8 @@ def main(argv: list[str]) -> int:
 
 def serve(role: RoleProcess) -> None:
     """Serve until SIGTERM."""
+    malformed = MalformedRequests(errors=(HttpProcessingError, RequestPayloadError))
+    logging.getLogger("aiohttp.server").addFilter(malformed)
     uvloop.run(_serve(role))
 
 
@@ -77,8 +83,11 @@ async def _serve(role: RoleProcess) -> None:
     host = listen_host(role.plan.num_hosts)
     # by default the load of engines may differ by one group, whose rollouts share a prompt
     balancer = Balancer(recipe.layout.inference.routing, slack=recipe.rollouts.group_size)
+    admission = Admission(expected=role.phase.max_connections)
     with contextlib.closing(bind_listener(host, role.run.last_port(role.process))) as listener:
-        async with Router(role.run, run_keys(role.run), balancer).listening(role.process, listener) as router:
+        async with Router(role.run, run_keys(role.run), balancer, admission).listening(
+            role.process, listener
+        ) as router:
             url = f"https://{host}:{listener.getsockname()[1]}"
             publish_endpoint(role.run, role.process, url, model=recipe.policy_name)
             role.logger.info("Router listens at %s", url)
@@ -99,6 +108,7 @@ class Router:
     run: RunDir
     keys: RunKeys
     balancer: Balancer
+    admission: Admission
     engines: list[str] = field(default_factory=list)
     """Engines that may receive requests; see `change_engines`."""
     find_engines: Callable[[], Awaitable[None]] | None = None
@@ -127,13 +137,17 @@ class Router:
         for pattern in FORWARDED:
             app.router.add_route("*", pattern, self.forward)
         app.router.add_route("*", "/{path:.*}", self.refuse)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        # bodies are forwarded as they are
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
         await runner.setup()
         try:
-            await web.SockSite(
-                runner, listener, ssl_context=self.keys.server_context(process, host), backlog=4096
-            ).start()
-            yield self
+            assert runner.server is not None  # `setup` creates it
+            tls = self.keys.server_context(process, host)
+            gate = await self.admission.serve(runner.server, listener, tls)
+            try:
+                yield self
+            finally:
+                gate.close()
         finally:
             await self.client.close()
             await runner.cleanup()
@@ -142,10 +156,13 @@ class Router:
     @web.middleware
     async def require_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Respond with 401 to every request, to any path, without the API key."""
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.encode(), self.keys.api_key.encode()):
+        if is_bearer(request.headers.get("Authorization", ""), self.keys.api_key):
+            if request.transport is not None:
+                self.admission.admit(request.transport.get_extra_info("peername"))
             return await handler(request)
-        return _error(401, "missing or wrong API key")
+        response = _error(401, "missing or wrong API key")
+        response.force_close()
+        return response
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response()

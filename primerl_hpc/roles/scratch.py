@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.access.ownership import others_may_rename
 from primerl_hpc.run.rundir import RunDir
 
 
@@ -33,7 +34,8 @@ def scratch_folder(run: RunDir, process: str, base: str | None = None) -> Iterat
     It gets another name if another user created that one, which was visible while an earlier incarnation ran.
     """
     folder = scratch_path(run, process, base)
-    shutil.rmtree(folder, ignore_errors=True)
+    if not others_may_rename(folder.parent):  # otherwise it may be another folder of this user
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

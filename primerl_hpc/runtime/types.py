@@ -12,6 +12,7 @@ from pathlib import Path
 
 from primerl_hpc.common import env
 from primerl_hpc.common.package import SoftwareKind, expected_package, kept_modules, user_site_variables
+from primerl_hpc.common.passed import withheld_secrets
 from primerl_hpc.plan.container import LAUNCH_VARIABLES
 from primerl_hpc.plan.types import ProcessPlan
 from primerl_hpc.run.access.keys import run_keys
@@ -98,11 +99,13 @@ class Launch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables added to the supervisor's own environment."""
+        """Variables added to the supervisor's own environment, and which ones of that the guard removes."""
         own = self._own_environment
+        named = (*own, *self.process.secret_env)
+        variables = {**own, env.WITHHELD: " ".join(withheld_secrets(os.environ, named))}
         if self.process.kept_env is None:
-            return own
-        return {**own, env.KEPT: " ".join((*self.process.kept_env, *own))}
+            return variables
+        return {**variables, env.KEPT: " ".join((*self.process.kept_env, *own))}
 
     @property
     def _own_environment(self) -> dict[str, str]:

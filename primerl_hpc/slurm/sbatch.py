@@ -11,17 +11,16 @@ queried for a job of this file: the file's name is unique, and SLURM records the
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import re
 import shlex
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.common.errors import ConfigError, SchedulerError
+from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.common.waiting import Backoff, retry
 from primerl_hpc.slurm import commands
 from primerl_hpc.slurm.command_lines import SEPARATOR
@@ -50,25 +49,9 @@ _SITE_DEFAULTS = {
 }
 """Variables that users export as defaults for a site → the option that each one replaces."""
 _CLIENT_SETTINGS = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"))
-BASIC_VARIABLES = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TERM",
-        "TZ",
-        "LANG",
-        "LANGUAGE",
-        "LC_*",
-        "TMPDIR",
-        "PRIMERL_*",
-    ),
-    *("MODULEPATH", "MODULESHOME", "LMOD_*", "BASH_FUNC_module*", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-)
-"""Variables that a job always gets, if the submitting shell has them."""
-_JOB_PREFIXES = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
+JOB_PREFIXES = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_")
+"""Prefixes of variables that SLURM sets in jobs and steps, or reads instead of options."""
+DEFAULT = PassedVariables()
 
 
 class RefusedError(SchedulerError):
@@ -103,28 +86,10 @@ def components_of(script: str) -> list[dict[str, str | None]]:
     return found
 
 
-@dataclass(frozen=True)
-class PassedVariables:
-    """Variables of the submitting shell that reach the job: names or patterns such as ``CONDA_*``."""
-
-    keep: tuple[str, ...] | None = None
-    """Only these and `BASIC_VARIABLES`; None: all."""
-    drop: tuple[str, ...] = ()
-
-    def passes(self, name: str) -> bool:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.drop):
-            return False
-        kept = None if self.keep is None else (*BASIC_VARIABLES, *self.keep)
-        return kept is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
-
-
-ALL_VARIABLES = PassedVariables()
-
-
 def submission_environ(
-    environ: Mapping[str, str], options: Iterable[str], passed: PassedVariables = ALL_VARIABLES
+    environ: Mapping[str, str], options: Iterable[str], passed: PassedVariables = DEFAULT
 ) -> dict[str, str]:
-    """Return ``environ`` without variables that would override the script or leak from the submitting job.
+    """Return the variables that pass, without those that would override the script or leak from the submitting job.
 
     SBATCH_* take precedence over the script's directives, and steps of a job read the SLURM_* of the job that submitted
     theirs. The default of a site (SBATCH_ACCOUNT, …) is kept if the script does not set that option; ``options`` are
@@ -134,7 +99,7 @@ def submission_environ(
     return {
         name: value
         for name, value in environ.items()
-        if (not name.startswith(_JOB_PREFIXES) and passed.passes(name))
+        if (not name.startswith(JOB_PREFIXES) and passed.passes(name, value))
         or name in _CLIENT_SETTINGS
         or (name in _SITE_DEFAULTS and _SITE_DEFAULTS[name] not in given)
     }
@@ -169,7 +134,7 @@ def submit_once(
     patience_s: float,
     timeout_s: float,
     report: Callable[[str], None],
-    passed: PassedVariables = ALL_VARIABLES,
+    passed: PassedVariables = DEFAULT,
 ) -> tuple[str, Path]:
     """Return the job's id and the copy of ``script`` in ``folder`` that was submitted.
 

@@ -175,7 +175,7 @@ def planned_rendezvous(root: RunDir, process: str, num_nodes: int, run_id: str) 
             keys, node = run_keys(root), env.slurm_node_rank() if num_nodes > 1 else 0
 
             def serve(host: str) -> int:
-                self.store = serve_store(keys, process, host)
+                self.store = serve_store(keys, process, host, num_clients=load_plan(root).max_ranks)
                 return self.store.port
 
             address = meet(root, process, node_rank=node, num_nodes=num_nodes, listen=serve)

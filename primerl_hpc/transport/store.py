@@ -26,14 +26,18 @@ from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
+import uvloop
 from torch.distributed import Store
 
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.run.access.keys import RunKeys
 
 MAX_FRAME_BYTES = 64 << 20
 DEFAULT_TIMEOUT_S = 300.0
-HANDSHAKE_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
+PER_CLIENT = 2
+"""Connections that a process may open at once: each request in flight has its own."""
 _TIMEOUT = b"timeout"
 _ALIVE: list[SecureStore] = []
 """Python objects of all stores. A process group references only the C++ object; without the Python object every
@@ -63,15 +67,22 @@ def unpack(body: bytes) -> list[bytes]:
 class StoreServer:
     """Serve one store in a thread until `close`."""
 
-    def __init__(self, keys: RunKeys, process: str, host: str, listener: socket.socket) -> None:
-        """``listener``: a bound socket, which the server closes; ``host``: the address that clients connect to."""
+    def __init__(
+        self, keys: RunKeys, process: str, host: str, listener: socket.socket, num_clients: int
+    ) -> None:
+        """``listener``: a bound socket, which the server closes; ``host``: the address that clients connect to.
+
+        ``num_clients``: processes that use the store.
+        """
         self.address: tuple[str, int] = host, listener.getsockname()[1]
         self._key = keys.api_key.encode()
         self._tls = keys.server_context(f"store-{process}", host)
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, set[asyncio.Event]] = defaultdict(set)
-        self._loop = asyncio.new_event_loop()
+        # asyncio's connections have TLS buffers of half a MiB, which strangers would make it allocate
+        self._loop = uvloop.new_event_loop()
         self._listener = listener
+        self._admission = Admission(expected=PER_CLIENT * num_clients)
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="store", daemon=True)
         self._thread.start()
@@ -85,30 +96,25 @@ class StoreServer:
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(
-            asyncio.start_server(
-                self._serve,
-                sock=self._listener,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                backlog=4096,
-            )
-        )
+        gate = self._loop.run_until_complete(self._admission.serve(self._protocol, self._listener, self._tls))
         started.set()
         self._loop.run_forever()
-        server.close()
+        gate.close()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
+    def _protocol(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                (key,) = await _read(reader, limit=1024)
+            (key,) = await _read(reader, limit=1024)
             if not hmac.compare_digest(key, self._key):
                 return
+            self._admission.admit(writer.get_extra_info("peername"))
             while True:
                 name, *arguments = await _read(reader)
                 operation = self._OPERATIONS[name.decode()]
@@ -225,7 +231,7 @@ class SecureStore(Store):
         return SecureStore(self._keys, self.host, self.port, self._timeout_s)
 
     def _connect(self) -> ssl.SSLSocket:
-        connection = socket.create_connection((self.host, self.port), timeout=HANDSHAKE_TIMEOUT_S)
+        connection = socket.create_connection((self.host, self.port), timeout=CONNECT_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = self._tls.wrap_socket(connection, server_hostname=self.host)
         channel.settimeout(None)
@@ -305,10 +311,15 @@ class SecureStore(Store):
         return response
 
 
-def serve_store(keys: RunKeys, process: str, host: str, listener: socket.socket | None = None) -> SecureStore:
-    """Serve a store on ``listener`` (default: any free port of ``host``). Returns a client, which owns the server."""
+def serve_store(
+    keys: RunKeys, process: str, host: str, listener: socket.socket | None = None, *, num_clients: int = 64
+) -> SecureStore:
+    """Serve a store on ``listener`` (default: any free port of ``host``). Returns a client, which owns the server.
+
+    ``num_clients``: processes that use the store.
+    """
     listener = listener or socket.create_server((host, 0), backlog=4096)
-    server = StoreServer(keys, process, host, listener)
+    server = StoreServer(keys, process, host, listener, num_clients)
     store = SecureStore(keys, *server.address)
     store.server = server
     return store

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from primerl_hpc.cli.diagnose import command as diagnose_command
 from primerl_hpc.cli.report import command as report_command
+from primerl_hpc.cli.submit import command as submit_command
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.document import load_yaml
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, write_json, write_text
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.safety.secret_values import MASK, has_secret_form, is_secret, mask, mask_data
+from primerl_hpc.launch.executor import start_here, submit_script
 from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.types import OnExit, load_plan
@@ -342,7 +344,8 @@ def test_programs_that_a_model_drives_see_none_of_the_submitters_secrets(
     """Programs that an environment server starts inherit its environment, and a model may write them."""
     monkeypatch.chdir(tmp_path)
     make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
-    loaded = load_recipe(TINY, overrides=["env.MINE=1", "env.GIVEN={from: HF_TOKEN}"], environ={})
+    overrides = ["env.MINE=1", "env.GIVEN={from: HF_TOKEN}", "tracking={wandb: {}}"]
+    loaded = load_recipe(TINY, overrides=overrides, environ={})
     plan = compile_plan(
         resolve(loaded),
         load_profile("local", environ={}).profile,
@@ -371,9 +374,63 @@ def test_programs_that_a_model_drives_see_none_of_the_submitters_secrets(
         )
         return json.loads(done.stdout)
 
-    environment = seen_by(process_name(Role.ENV_SERVER, 0))
-    assert not SECRETS.keys() & environment.keys()
-    assert environment["MINE"] == "1" and environment["GIVEN"] == TOKEN, "what the recipe names is meant"
-    assert environment["LC_TIME"] == "C" and environment["PRIMERL_PROCESS"] == "env_server-0"
-    assert seen_by(process_name(Role.TRAINER, 0))["WANDB_API_KEY"] == "w"
-    assert RunDir(tmp_path).root == tmp_path
+    for role in (Role.ENV_SERVER, Role.TRAINER, Role.ORCHESTRATOR, Role.INFERENCE, Role.ROUTER):
+        name = process_name(role, 0)
+        environment = seen_by(name)
+        assert not SECRETS.keys() & environment.keys(), name
+        assert environment["MINE"] == "1" and environment["GIVEN"] == TOKEN, "what the recipe names is meant"
+        assert environment["LC_TIME"] == "C" and environment["PRIMERL_PROCESS"] == name
+    tracker = seen_by(process_name(Role.TRACKER, 0))
+    assert {name: tracker[name] for name in SECRETS.keys() & tracker.keys()} == {"WANDB_API_KEY": "w"}
+
+
+CANARIES = {
+    "MY_LAB_NOTES": "x",
+    "EDITOR": "vi",
+    "AWS_SECRET_ACCESS_KEY": "a",
+    "HF_TOKEN": TOKEN,
+    "VLLM_API_KEY": "k",
+}
+GIVEN = {"LC_TIME": "C", "NCCL_DEBUG": "INFO", "SLURM_CPUS_ON_NODE": "4", "MODULEPATH": "/m", "MINE": "1"}
+
+
+@pytest.mark.parametrize("is_here", [False, True], ids=["local run", "in an allocation"])
+def test_a_run_on_this_machine_gets_listed_variables_and_no_secret_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    """The job's script and all processes below it see no other variable."""
+    ended = tmp_path / "tmp-of-an-ended-job"
+    for name, value in {**CANARIES, **GIVEN, "TMPDIR": str(ended), "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    run, script, output = RunDir(tmp_path / "run"), tmp_path / "job.sh", tmp_path / "environment.json"
+    dump = "import json, os; open('{0}.new', 'w').write(json.dumps(dict(os.environ))); os.rename('{0}.new', '{0}')"
+    script.write_text(f'{sys.executable} -c "{dump.format(output)}"\n')
+    write_json(run.plan, {"submit_keep": ["MINE"], "submit_drop": []})
+    if is_here:
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+        start_here(run, script, 1)
+    else:
+        submit_script(run, script, "local")
+    wait_for(output.exists, "the script to end")
+    environment = json.loads(output.read_text())
+    assert not CANARIES.keys() & environment.keys()
+    assert {name: environment[name] for name in GIVEN} == GIVEN
+    assert "TMPDIR" not in environment
+    assert environment["PATH"] == os.environ["PATH"] and environment["SLURM_JOB_ID"] == "7"
+
+
+def test_a_dry_run_counts_variables_that_do_not_reach_the_run_and_names_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    command = [TINY, "--profile", "local", "--dry-run"]
+    done = CliRunner().invoke(submit_command, command, catch_exceptions=False)
+    assert "variables of this shell reach the run" in done.stdout
+    assert "note: HF_TOKEN, VLLM_API_KEY of this shell do not reach the run" in done.stderr
+    found = json.loads(
+        CliRunner().invoke(submit_command, [*command, "--json"], catch_exceptions=False).stdout
+    )
+    assert set(CANARIES) <= set(found["environment_left_out"]) and "PATH" in found["environment"]

@@ -56,6 +56,31 @@ def node_tmp(tmp_path: Path) -> Path:
     return made
 
 
+def test_nothing_is_deleted_where_others_can_rename_folders_and_the_check_of_scratch_warns(
+    node_tmp: Path, tmp_path: Path
+) -> None:
+    """A stranger renames a folder of the user to a name that guards and roles delete."""
+    node_tmp.chmod(0o777)
+    run = RunDir(tmp_path / "run")
+    abandoned = run_keys(run, 1).temporary_name
+    for name in ("results", "paper"):
+        (node_tmp / name).mkdir(mode=0o700)
+        (node_tmp / name / LOCK).touch()
+        (node_tmp / name / "kept").touch()
+    with scratch_folder(run, "env_server-0", str(node_tmp)) as folder:
+        pass
+    as_stranger(lambda: (node_tmp / "results").rename(node_tmp / abandoned))
+    as_stranger(lambda: (node_tmp / "paper").rename(folder))
+    assert delete_abandoned(node_tmp) == [] and (node_tmp / abandoned / "kept").exists()
+    with scratch_folder(run, "env_server-0", str(node_tmp)) as used:
+        assert used != folder
+    assert (folder / "kept").exists()
+    warnings = [message for level, message, *_ in check_scratch(str(node_tmp), 0) if level == "warn"]
+    assert f"rename the entries of {node_tmp}" in warnings[0]
+    node_tmp.chmod(0o1777)
+    assert not any("rename the entries" in message for _, message, _ in check_scratch(str(node_tmp), 0))
+
+
 def start_guard(node_tmp: Path, name: str, code: str) -> subprocess.Popen[str]:
     """Start a guard whose process runs ``code``."""
     outer = {variable: value for variable, value in os.environ.items() if variable not in CACHES}

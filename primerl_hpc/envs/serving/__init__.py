@@ -5,5 +5,6 @@ Reading order: deferred (imports that most runs do not need) → server (one mes
 short_calls (no thread for what is short) → lookups (results of lookups are kept between rollouts) → games (word lists
 likewise) → in_process (model calls without HTTP) → token_client (tokens from the engines as arrays) → tokenizers
 (loaded once, without torch) → context_limits (a conversation that fills the context ends, and is scored)
-→ token_limits (the name of a limit that an external server accepts).
+→ token_limits (the name of a limit that an external server accepts) → own_user (other users of the node cannot
+connect).
 """

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from primerl_hpc.envs.serving.context_limits import end_at_context_limit
+from primerl_hpc.envs.serving.own_user import check_users
 from primerl_hpc.envs.serving.token_limits import rename_token_limits
 
 
@@ -34,6 +35,7 @@ def adapt_server() -> None:
     cache_default_factories()
     end_at_context_limit()
     rename_token_limits()
+    check_users()
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 

@@ -32,6 +32,13 @@ def _check_no_password(value: str) -> str:
 HttpUrl = Annotated[str, AfterValidator(_check_url)]
 
 
+_KEYS: dict[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_API_KEY",),
+    "prime": (),
+    "mlflow": ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
+    "trackio": ("HF_TOKEN",),
+}
+"""Destination → variables with its keys; none: the one that its block names."""
 _OTHERS = ("prime", "mlflow", "trackio", "tensorboard")
 """Destinations besides W&B: keys of ``tracking``."""
 
@@ -164,6 +171,16 @@ class Tracking(Block):
             wandb = [name for name, side in sides.items() if side is not None]
             wandb = wandb if len(wandb) == len(sides) else ["wandb", *wandb]
         return (*wandb, *(name for name in _OTHERS if getattr(self, name) is not None))
+
+    @property
+    def key_variables(self) -> tuple[str, ...]:
+        """Names of the variables with keys that the destinations read."""
+        return tuple(
+            name
+            for target, names in _KEYS.items()
+            if getattr(self, target) is not None
+            for name in (names or (getattr(self, target).key_variable,))
+        )
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import hmac
 import ipaddress
 import json
 import os
@@ -119,6 +120,13 @@ class RunKeys:
             pair = {"public": public.decode(), "secret": secret.decode()}
             create_exclusive(path, json.dumps(pair), mode=0o600)
         return CurveKeys(**read_json(path))
+
+
+def is_bearer(authorization: str, api_key: str) -> bool:
+    """True if the value of an Authorization header, as any server decodes it, contains the key."""
+    scheme, _, key = authorization.partition(" ")
+    given = key.encode(errors="surrogateescape")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given, api_key.encode())
 
 
 def run_keys(run: RunDir, attempt: int | None = None) -> RunKeys:

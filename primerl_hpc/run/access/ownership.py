@@ -173,10 +173,11 @@ def writable_by_others(folder: Path) -> Path | None:
     Owners of folders are trusted, and so are members of a group that has no members but this user or root.
     """
     place = Path(os.path.realpath(folder))
-    return next((path for path in (place, *place.parents) if path.exists() and _is_open(path)), None)
+    return next((path for path in (place, *place.parents) if path.exists() and others_may_rename(path)), None)
 
 
-def _is_open(folder: Path) -> bool:
+def others_may_rename(folder: Path) -> bool:
+    """True if another user can rename or replace the entries of ``folder``."""
     found = folder.stat()
     if found.st_mode & stat.S_ISVTX or not found.st_mode & WRITABLE_BY_OTHERS:
         return False

@@ -28,6 +28,7 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import is_there, read_json, write_json
 from primerl_hpc.common.node.filesystems import IN_MEMORY, filesystem_of
 from primerl_hpc.common.waiting import wait_until
+from primerl_hpc.run.access.ownership import writable_by_others
 from primerl_hpc.run.ports import address_of, listen_host, suffixed_address
 from primerl_hpc.runtime.job.environment_checks import (
     check_arch,
@@ -192,6 +193,13 @@ def check_scratch(
             "warn",
             f"{path} has {total_gib:,.0f} GiB in total, {size_gib:g} in the profile",
             "correct scratch.size_gib",
+        )
+    if (shared := writable_by_others(path)) is not None:
+        yield (
+            "warn",
+            f"other users can rename the entries of {shared}, which has no sticky bit: they could replace files of a "
+            "run, so bundles are not unpacked there, and what killed runs left is not deleted",
+            f"set scratch of the profile to another folder, or ask the site for chmod +t {shared}",
         )
     if folder and len(os.fsencode(path)) > LONGEST_SCRATCH:
         yield (

@@ -114,10 +114,12 @@ def kill_all(pids: list[int], *, with_trackers: bool = False) -> None:
 
 
 def drop_variables(environ: MutableMapping[str, str]) -> None:
-    """Delete variables that match none of the patterns in PRIMERL_KEPT_ENV (separated by spaces), if that is set."""
+    """Delete variables that match none of the patterns in PRIMERL_KEPT_ENV, if that is set, and those that
+    PRIMERL_WITHHELD_ENV names. Both are separated by spaces."""
     patterns = environ.get("PRIMERL_KEPT_ENV", "*").split()
+    withheld = environ.pop("PRIMERL_WITHHELD_ENV", "").split()
     for name in list(environ):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if name in withheld or not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             del environ[name]
 
 

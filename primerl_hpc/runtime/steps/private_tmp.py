@@ -133,11 +133,15 @@ def delete_abandoned(base: Path) -> list[Path]:
     """Delete the folders of this user in ``base`` whose guards were all killed, and return them.
 
     A folder that a guard holds is kept. Nothing is deleted on a network filesystem, whose locks other nodes may not
-    see.
+    see, and where others can rename folders: they could give such a name to another folder of this user.
     """
+    from primerl_hpc.run.access.ownership import others_may_rename  # guards start in milliseconds
+
     if filesystem_of(base) not in LOCAL:
         return []
     try:
+        if others_may_rename(base):
+            return []
         names = [name for name in os.listdir(base) if _NAME.fullmatch(name)]
     except OSError:
         return []

@@ -1,6 +1,6 @@
 """Sends policy versions from the trainer's memory to the engines': rank 0 broadcasts to a group.
 
-    sender = BroadcastPublisher(run, trainer, host)
+    sender = BroadcastPublisher(run, trainer, host, num_ranks)
     sender.publish(version, is_full=False)
 
 The leader announces a version (`transport.weights.broadcast`) and waits `ANSWER_S` for the orchestrator to pause
@@ -37,9 +37,10 @@ log = logging.getLogger("primerl_hpc.trainer")
 
 
 class BroadcastPublisher:
-    def __init__(self, run: RunDir, trainer: Trainer, host: str) -> None:
-        """``host``: address of this node for the engines."""
+    def __init__(self, run: RunDir, trainer: Trainer, host: str, num_ranks: int) -> None:
+        """``host``: address of this node for the engines; ``num_ranks``: processes of the run that may join."""
         self.run, self.trainer, self.host = run, trainer, host
+        self._num_ranks = num_ranks
         self._sender_id = secrets.token_hex(4)
         self._store: SecureStore | None = None  # the leader's
         self._group: BroadcastGroup | None = None
@@ -73,7 +74,7 @@ class BroadcastPublisher:
 
     def _announce(self, version: int) -> BroadcastOffer:
         if self._store is None:
-            self._store = serve_store(run_keys(self.run), "weights", self.host)
+            self._store = serve_store(run_keys(self.run), "weights", self.host, num_clients=self._num_ranks)
         announcement = BroadcastOffer(version, self.host, self._store.port, self._sender_id)
         publish_offer(self.run, announcement, is_open=True)
         return announcement

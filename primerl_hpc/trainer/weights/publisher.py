@@ -42,6 +42,7 @@ def make_publisher(run: RunDir, trainer: Trainer) -> Publisher:
         case "delta":
             return DeltaPublisher(run, trainer)
         case "broadcast":
-            return BroadcastPublisher(run, trainer, listen_host(load_plan(run).num_hosts))
+            plan = load_plan(run)
+            return BroadcastPublisher(run, trainer, listen_host(plan.num_hosts), plan.max_ranks)
         case "filesystem":
             return FilesystemPublisher(run, trainer)

@@ -174,7 +174,8 @@ def _serve_for_ever(copy: LocalCopy, meeting: Meeting) -> None:
     ready = threading.Event()
 
     def serve() -> None:
-        with serve_chunks(copy, meeting.keys, meeting.process, meeting.host) as url:
+        most = THREADS * len(meeting.nodes)
+        with serve_chunks(copy, meeting.keys, meeting.process, meeting.host, num_connections=most) as url:
             meeting.publish(url)
             ready.set()
             threading.Event().wait()

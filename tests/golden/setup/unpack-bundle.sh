@@ -41,13 +41,18 @@ fi
 if [ -e "$folder" ] || [ -L "$folder" ]; then fail "$folder exists, but is not a complete bundle of this user"; fi
 parent=$(dirname -- "$folder")
 mkdir -p -- "$parent" || fail "cannot create $parent; correct scratch of the profile"
+private_gid=4294967294  # of a group of this user alone, which has the user's name
+[ "$(id -gn 2>/dev/null)" != "$(id -un 2>/dev/null)" ] || private_gid=$(id -g)
+is_shared=$(find "$parent" -maxdepth 0 ! -perm -1000 \( -perm /002 -o -perm /020 ! -gid "$private_gid" \))
+if [ -n "$is_shared" ]; then
+    fail "other users can rename the entries of $parent, which has no sticky bit: they could replace the environment; set scratch of the profile to another folder, or accept it with --allow-shared-parent"
+fi
 delete_left() {  # environments of jobs that were killed
     local old job
     for old in "$parent/$prefix"*; do
         job=${old#"$parent/$prefix"}
         job=${job%%-*}
         if [ -L "$old" ] || [ ! -d "$old" ] || [ ! -O "$old" ] || [ "$job" = "${SLURM_JOB_ID:-}" ]; then continue; fi
-        # where the folder has no sticky bit, another user may have given this name to another folder of this user
         if [ ! -f "$old/primerl-bundle.json" ] && [ ! -f "$old/.unpacking" ]; then continue; fi
         if [[ $job =~ ^[0-9]+$ ]] && is_over "$job"; then
             echo "deleting the environment that job $job left: $old" >&2
@@ -55,7 +60,8 @@ delete_left() {  # environments of jobs that were killed
         fi
     done
 }
-case $(stat -f -c %T -- "$parent" 2>/dev/null) in  # on a shared filesystem it may be in use in another cluster
+# others could give the name of a bundle to another folder of this user
+[ -n "$is_shared" ] || case $(stat -f -c %T -- "$parent" 2>/dev/null) in  # on a shared filesystem it may be in use in another cluster
     btrfs | ext2/ext3 | f2fs | overlayfs | tmpfs | xfs | zfs) delete_left ;;
 esac
 

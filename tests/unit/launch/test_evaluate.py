@@ -180,15 +180,15 @@ def test_invalid_numbers_are_a_usage_error(trained: RunDir, words: tuple[str, ..
 
 
 def test_an_external_model_needs_no_engines_and_no_model_folder(trained: RunDir, monkeypatch) -> None:
-    monkeypatch.setenv("A_KEY", "secret")
+    monkeypatch.setenv("A_KEY", "hunter2x")
     url = ("--base-url", "http://host:1/v1", "--model", "big", "--key-variable", "A_KEY")
     plan = prepare(*url, run_dir="elsewhere")
     (phase,) = plan.phases
     assert [process.role.value for process in phase.processes] == ["env_server", "evaluator"]
     assert phase.model_path == "big"
-    root = trained.root.parent / "elsewhere"  # the copy of the code contains the word, not the key
+    root = trained.root.parent / "elsewhere"  # the copy of the code has the word in an example
     everything = [path for path in root.rglob("*") if path.is_file() and root / "code" not in path.parents]
-    assert everything and not any("secret" in path.read_text() for path in everything)
+    assert everything and not any("hunter2x" in path.read_text() for path in everything)
 
 
 def test_a_job_without_engines_requests_no_gpus_and_uses_the_cpu_partition(

@@ -145,11 +145,14 @@ def test_a_run_directory_in_a_purged_folder_is_a_warning(tmp_path: Path) -> None
 
 
 def test_variables_of_the_submitting_shell_are_a_choice_of_the_profile() -> None:
-    shell = {"PATH": "/bin", "BASH_ENV": "/m", "CONDA_PREFIX": "/c", "SECRET": "x", "LC_ALL": "C"}
-    assert submission_environ(shell, ()) == shell
+    listed = {"PATH": "/bin", "BASH_ENV": "/m", "CONDA_PREFIX": "/c", "LC_ALL": "C"}
+    shell = listed | {"MY_SITE_NAME": "n", "MY_SITE_TOKEN": "x", "EDITOR": "vi"}
+    assert submission_environ(shell, ()) == listed
     assert "BASH_ENV" not in submission_environ(shell, (), PassedVariables(drop=("BASH_ENV",)))
-    kept = submission_environ(shell, (), PassedVariables(keep=("CONDA_*",)))
-    assert kept.keys() == {"PATH", "CONDA_PREFIX", "LC_ALL"}
+    kept = submission_environ(shell, (), PassedVariables(keep=("MY_SITE_*",)))
+    assert kept == listed | {"MY_SITE_NAME": "n"}, "no secret passes by a pattern"
+    kept = submission_environ(shell, (), PassedVariables(keep=("MY_SITE_TOKEN",)))
+    assert kept == listed | {"MY_SITE_TOKEN": "x"}
 
 
 def test_variables_that_processes_read_are_passed_in_any_case() -> None:
@@ -159,10 +162,13 @@ def test_variables_that_processes_read_are_passed_in_any_case() -> None:
             "nodes": 2,
             "scheduler": {"submit_env": {"keep": ["CONDA_*"]}},
             "env": {"T": {"from": "HF_TOKEN"}},
+            "software": {"setup": ["source $MY_STACK/env.sh"]},
         }
     )
-    plan = compile_plan(load_recipe("reverse_text/tiny").recipe, profile, run_dir="/r", python="/py")
-    assert plan.submit_keep == ("CONDA_*", "HF_TOKEN")
+    tracking = ["tracking={wandb: {}, prime: {key_variable: MY_PRIME_KEY}}"]
+    recipe = load_recipe("reverse_text/tiny", overrides=tracking).recipe
+    plan = compile_plan(recipe, profile, run_dir="/r", python="/py")
+    assert plan.submit_keep == ("CONDA_*", "HF_TOKEN", "MY_PRIME_KEY", "MY_STACK", "WANDB_API_KEY")
 
 
 MODULE_COMMAND = """module() {

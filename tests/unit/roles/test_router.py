@@ -22,6 +22,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.inference.balancing import Balancer
 from primerl_hpc.roles import router as router_module
 from primerl_hpc.roles.router import Keeper, Router
+from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.endpoints import PublishedEngines, publish_endpoint
 from primerl_hpc.run.ports import bind_listener
@@ -52,7 +53,9 @@ async def routing_to(
 ) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
     keys = run_keys(run)
     with contextlib.closing(bind_listener("127.0.0.1", run.last_port("router-0"))) as listener:
-        async with Router(run, keys, Balancer(routing, slack)).listening("router-0", listener) as router:
+        async with Router(run, keys, Balancer(routing, slack), Admission(expected=1024)).listening(
+            "router-0", listener
+        ) as router:
             router.change_engines(list(engines))
             url = f"https://127.0.0.1:{listener.getsockname()[1]}"
             async with httpx.AsyncClient(

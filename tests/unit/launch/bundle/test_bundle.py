@@ -46,10 +46,10 @@ def bundle(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unpack(
-    plan: BundlePlan, folder: Path, scratch: str | None = None, **environ: str
+    plan: BundlePlan, folder: Path, scratch: str | None = None, *, may_be_shared: bool = False, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the script of a node; without scratch it unpacks into ``folder``."""
-    script = render_unpack(plan, owner="a test", scratch=scratch)
+    script = render_unpack(plan, owner="a test", scratch=scratch, may_be_shared=may_be_shared)
     arguments = [str(folder)] if scratch is None else []
     return subprocess.run(
         ["bash", "-s", *arguments],
@@ -183,11 +183,17 @@ def test_the_bundle_of_another_job_is_deleted_only_if_slurm_reports_its_end(
     assert done.stderr.splitlines() == expected
 
 
-def test_a_folder_that_another_user_gave_the_name_of_a_bundle_is_kept(bundle: Path, tmp_path: Path) -> None:
-    """In a scratch folder without the sticky bit, a stranger renames another folder of the user."""
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_a_folder_that_another_user_gave_the_name_of_a_bundle_is_kept(
+    bundle: Path, tmp_path: Path, has_manifest: bool
+) -> None:
+    """In a scratch folder without the sticky bit, a stranger renames another folder of the user. A bundle is unpacked
+    there only if the profile accepts that, and none is deleted."""
     node, commands = tmp_path / "node", tmp_path / "bin"
     (node / "results").mkdir(parents=True)
     (node / "results" / "paper").touch()
+    if has_manifest:
+        (node / "results" / BUNDLE_MANIFEST).touch()
     node.chmod(0o777)
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_mode & 0o055 != 0o055:
@@ -199,7 +205,9 @@ def test_a_folder_that_another_user_gave_the_name_of_a_bundle_is_kept(bundle: Pa
         (commands / program).write_text(f"#!/bin/sh\n{script}\n")
         (commands / program).chmod(0o755)
     path = f"{commands}:{os.environ['PATH']}"
-    done = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
+    refused = unpack(planned(bundle), node / "env", PATH=path, SLURM_JOB_ID="18")
+    assert refused.returncode == 78 and "other users can rename the entries of" in refused.stderr
+    done = unpack(planned(bundle), node / "env", may_be_shared=True, PATH=path, SLURM_JOB_ID="18")
     assert done.returncode == 0 and done.stderr == "" and (node / name / "paper").exists()
 
 

@@ -1,0 +1,143 @@
+"""Servers of verifiers on loopback accept connections of this user only.
+
+    check_users()       # once in an environment server, before verifiers serves
+
+Any user of the node can connect to a port of loopback. Tool servers of verifiers 0.4.0 have no secret, and the one of
+the endpoint is on the command line of agents. The kernel knows the user of the socket at the other end (sock_diag, as
+``ss`` shows it); a connection of another user is closed before a byte of it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import runpy
+import socket
+import struct
+import sys
+from typing import Any
+
+_SOCK_DIAG_BY_FAMILY, _NLMSG_ERROR, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 2, 1, 4
+_HEADER = struct.Struct("=IHHII")
+_ALL_STATES = 0xFFFFFFFF
+_UID_AT = 64
+"""Offset of ``idiag_uid`` in the kernel's ``struct inet_diag_msg``."""
+
+
+def check_users() -> None:
+    """Patch verifiers in this process: its endpoint of model calls and its tool servers check who connects."""
+    accept_own_user()
+    _serve_endpoint_with_check()
+    _start_tools_with_check()
+
+
+def accept_own_user() -> None:
+    """Patch sockets of this process: ``accept`` closes connections over loopback of other users."""
+    accept = socket.socket.accept
+
+    def accept_checked(self: socket.socket) -> tuple[socket.socket, Any]:
+        while True:
+            connection, address = accept(self)
+            if self.family != socket.AF_INET or not address[0].startswith("127.") or is_own_peer(connection):
+                return connection, address
+            connection.close()
+
+    socket.socket.accept = accept_checked
+
+
+def is_own_peer(connection: socket.socket) -> bool:
+    """True if the other end of a connection over loopback is a socket of this user.
+
+    Raises OSError if the kernel cannot tell.
+    """
+    return peer_uid(connection.getsockname(), connection.getpeername()) == os.geteuid()
+
+
+def peer_uid(own: tuple[str, int], peer: tuple[str, int]) -> int | None:
+    """Return the user of the socket at address ``peer`` that is connected to ``own``; None if it is closed."""
+    addresses = struct.pack(
+        "!HH4s12x4s12x", peer[1], own[1], socket.inet_aton(peer[0]), socket.inet_aton(own[0])
+    )
+    body = struct.pack("=BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, _ALL_STATES) + addresses
+    body += struct.pack("=III", 0, _ALL_STATES, _ALL_STATES)  # any interface, no cookie
+    header = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(header + body)
+        reply = kernel.recv(4096)
+    _, kind, *_ = _HEADER.unpack_from(reply)
+    if kind != _NLMSG_ERROR:
+        return struct.unpack_from("=I", reply, _HEADER.size + _UID_AT)[0]
+    (code,) = struct.unpack_from("=i", reply, _HEADER.size)
+    if -code == 2:  # ENOENT
+        return None
+    raise OSError(-code, os.strerror(-code))
+
+
+class OwnUserServer:
+    """Serves a listener by Python's ``accept``, which `accept_own_user` patches; uvloop has an accept of its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, factory: Any, listener: socket.socket) -> None:
+        self.loop, self.factory, self.sockets = loop, factory, (listener,)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        listener.setblocking(False)
+        loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        (listener,) = self.sockets
+        if listener.fileno() >= 0:
+            self.loop.remove_reader(listener)
+            listener.close()
+
+    async def wait_closed(self) -> None:
+        pass
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # nothing more to accept, or no descriptor is free
+            connection, _ = self.sockets[0].accept()
+            task = self.loop.create_task(self.loop.connect_accepted_socket(self.factory, connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+def _serve_endpoint_with_check() -> None:
+    from verifiers.v1.interception.server import InterceptionServer
+
+    start = InterceptionServer.start
+
+    async def start_checked(self: Any) -> None:
+        loop: Any = asyncio.get_running_loop()
+        create = loop.create_server
+
+        async def create_server(factory: Any, host: str, port: int, **options: Any) -> Any:
+            if not host.startswith("127."):  # a tunnel connects
+                return await create(factory, host, port, **options)
+            return OwnUserServer(loop, factory, socket.create_server((host, port), backlog=4096))
+
+        loop.create_server = create_server
+        try:
+            await start(self)
+        finally:
+            del loop.create_server
+
+    InterceptionServer.start = start_checked
+
+
+def _start_tools_with_check() -> None:
+    """Start tool servers with this module in front of theirs."""
+    from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+
+    run_background = SubprocessRuntime.run_background
+
+    async def run_checked(self: Any, argv: list[str], env: dict[str, str], log: str) -> None:
+        if "VF_CONFIG" in env and argv[1:2] == ["-m"]:
+            argv = [argv[0], "-m", __name__, *argv[2:]]
+        await run_background(self, argv, env, log)
+
+    SubprocessRuntime.run_background = run_checked
+
+
+if __name__ == "__main__":
+    accept_own_user()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,103 @@
+"""Tool servers of environments and the endpoint of their model calls accept no connection of another user."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from primerl_hpc.common.names import Role
+from primerl_hpc.common.waiting import wait_until
+from primerl_hpc.envs.serving.own_user import is_own_peer, peer_uid
+from primerl_hpc.run.endpoints import read_endpoint
+from primerl_hpc.run.rundir import RunDir
+from tests.e2e.test_env_server import QWEN3_TOKENS
+from tests.support.helpers import PATIENCE_S, end_role, make_plan, make_tiny_model, process_plan, start_role
+from tests.support.serving import make_recipe
+from tests.support.stranger import NOBODY, as_stranger
+
+
+def visit(port: int) -> bytes:
+    """Connect and send a request; return what the server answers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+        try:
+            connection.sendall(b"GET /mcp HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            return connection.recv(1000)
+        except ConnectionError:
+            return b""
+
+
+@pytest.fixture
+def ports(tmp_path: Path) -> Iterator[dict[str, int]]:
+    """Ports on which the programs of an environment server with a tool server listen, except for ZMQ's."""
+    model, run = make_tiny_model(tmp_path / "tiny", rows=1, hidden=32, layers=1) / "model", RunDir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": QWEN3_TOKENS})
+    tokenizer.save_pretrained(model)
+    recipe = make_recipe(model) | {
+        "environments": {"train": [{"id": "calculator", "args": {"num_tasks": 1}}]}
+    }
+    recipe["model"]["renderer"] = {"name": "qwen3"}
+    make_plan(tmp_path, recipe, processes=[process_plan(Role.ENV_SERVER)])
+    server = start_role(run, "main", "env_server-0")
+    root = psutil.Process(server.pid)
+
+    def listeners() -> dict[str, int]:
+        zmq_url = (read_endpoint(run, "env_server-0") or {}).get("url", "")
+        found = {}
+        for process in (root, *root.children(recursive=True)):
+            try:
+                words, connections = process.cmdline(), process.net_connections(kind="tcp")
+            except psutil.NoSuchProcess:
+                continue
+            for connection in connections:
+                if (
+                    connection.status == psutil.CONN_LISTEN
+                    and connection.laddr.port != urlsplit(zmq_url).port
+                ):
+                    name = "tools" if any("calculator" in word for word in words) else "endpoint"
+                    found[name] = connection.laddr.port
+        return found if zmq_url else {}
+
+    try:
+        yield wait_until(
+            lambda: found if len(found := listeners()) == 2 else None,
+            what="a tool server and an endpoint to listen",
+            timeout_s=PATIENCE_S,
+        )
+    finally:
+        end_role(server)
+
+
+@pytest.mark.e2e
+def test_only_the_user_of_the_run_reaches_a_tool_server_and_the_endpoint_of_model_calls(
+    ports: dict[str, int],
+) -> None:
+    for name, port in ports.items():
+        assert visit(port).startswith(b"HTTP/1.1 4"), name
+        assert as_stranger(lambda port=port: visit(port)) == b"", name
+
+
+def test_the_kernel_names_the_user_of_the_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            with accepted:
+                assert is_own_peer(accepted)
+                assert peer_uid(("127.0.0.1", port), client.getsockname()) is not None
+
+        def connect_and_hold() -> tuple[bool, int | None]:
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                accepted, _ = listener.accept()
+                with accepted:
+                    own, peer = accepted.getsockname(), client.getsockname()
+                    return is_own_peer(accepted), peer_uid(own, peer)
+
+        assert as_stranger(connect_and_hold) == (True, NOBODY)
+        assert peer_uid(("127.0.0.1", port), ("127.0.0.1", 1)) is None, "no socket has this address"
