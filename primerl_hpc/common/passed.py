@@ -19,144 +19,40 @@ from functools import cached_property
 
 from primerl_hpc.common.safety.secret_values import is_secret
 
-PASSED = (
-    # the user, the shell and its folders
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TERM",
-        "TZ",
-        "LANG",
-        "LANGUAGE",
-        "LC_*",
-        "HOSTNAME",
-        "PWD",
-    ),
-    *(
-        "TMPDIR",
-        "TMP",
-        "TEMP",
-        "XDG_*",
-        "*SCRATCH*",
-        "WORK",
-        "WORKDIR",
-        "MEMBERWORK",
-        "PROJECT*",
-        "STORE",
-        "DATA",
-    ),
-    *("LOCALDIR", "KRB5*", "BASH_ENV", "BASH_FUNC_*", "NO_COLOR", "FORCE_COLOR"),
-    # module systems, and what they and sites set in login shells
-    *("MODULE*", "LMOD*", "LOADEDMODULES", "_LMFILES_", "_ModuleTable*", "__LMOD*", "__MODULES*", "FPATH"),
-    *(
-        "EB*",
-        "EASYBUILD*",
-        "EESSI_*",
-        "SPACK_*",
-        "CRAY*",
-        "PE_*",
-        "RSNT_*",
-        "CC_CLUSTER",
-        "SYSTEMNAME",
-        "STAGES",
-    ),
-    *(
-        "CLUSTER*",
-        "SITE*",
-        "NERSC_*",
-        "LUMI_*",
-        "OLCF_*",
-        "IDRIS_*",
-        "CINECA_*",
-        "TACC_*",
-        "CSCS_*",
-        "PAWSEY_*",
-    ),
-    # interpreters, compilers and their libraries
-    *("PYTHON*", "VIRTUAL_ENV*", "CONDA_*", "_CE_*", "MAMBA_*", "PYENV_*", "UV_*", "PIP_*"),
-    *(
-        "LD_*",
-        "LIBRARY_PATH",
-        "CPATH",
-        "*_INCLUDE_PATH",
-        "PKG_CONFIG_PATH",
-        "CMAKE_*",
-        "CC",
-        "CXX",
-        "CUDAHOSTCXX",
-    ),
-    *(
-        "OMP_*",
-        "GOMP_*",
-        "KMP_*",
-        "MKL_*",
-        "OPENBLAS_*",
-        "NUMEXPR_*",
-        "NUMBA_*",
-        "MALLOC_*",
-        "GLIBC_*",
-        "HDF5_*",
-    ),
-    # accelerators and networks
-    *(
-        "CUDA_*",
-        "CUDNN_*",
-        "CUBLAS_*",
-        "CUTE_*",
-        "CUTLASS_*",
-        "NVCC_*",
-        "NVIDIA_*",
-        "NVTE_*",
-        "NVSHMEM_*",
-        "DG_*",
-    ),
-    *(
-        "ROC*",
-        "HIP*",
-        "HSA_*",
-        "RCCL_*",
-        "MIOPEN_*",
-        "AMD_*",
-        "GPU_DEVICE_ORDINAL",
-        "ZE_*",
-        "SYCL_*",
-        "ONEAPI_*",
-    ),
-    *(
-        "NCCL_*",
-        "GLOO_*",
-        "FI_*",
-        "UCX_*",
-        "NIXL_*",
-        "MPI*",
-        "OMPI_*",
-        "I_MPI_*",
-        "PALS_*",
-        "MASTER_*",
-        "DEEPEP_*",
-    ),
-    # containers
-    *("APPTAINER*", "SINGULARITY*", "SHIFTER*", "PODMAN*", "ENROOT_*", "UENV_*", "EDF_PATH"),
-    # proxies and certificates
-    *("*_PROXY", "*_proxy", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    # libraries of models and trackers
-    *("TORCH*", "PYTORCH_*", "TRITON_*", "INDUCTOR_*", "VLLM_*", "FLASH*", "XFORMERS_*", "TOKENIZERS_*"),
-    *(
-        "HF_*",
-        "HUGGINGFACE_*",
-        "TRANSFORMERS_*",
-        "DATASETS_*",
-        "SAFETENSORS_*",
-        "TIKTOKEN_*",
-        "NLTK_DATA",
-        "VF_*",
-    ),
-    *("WANDB_*", "MLFLOW_*", "TRACKIO_*", "TENSORBOARD_*", "PRIME_*", "DO_NOT_TRACK"),
-    *("PRIMERL_*",),
-)
+PASSED_BY_KIND = {
+    "the user, the shell and its folders": """
+        PATH HOME USER LOGNAME SHELL TERM TZ LANG LANGUAGE LC_* HOSTNAME PWD TMPDIR TMP TEMP XDG_*
+        *SCRATCH* WORK WORKDIR MEMBERWORK PROJECT* STORE DATA LOCALDIR KRB5* BASH_ENV BASH_FUNC_*
+        NO_COLOR FORCE_COLOR
+    """,
+    "module systems, and what they and sites set in login shells": """
+        MODULE* LMOD* LOADEDMODULES _LMFILES_ _ModuleTable* __LMOD* __MODULES* FPATH EB* EASYBUILD*
+        EESSI_* SPACK_* CRAY* PE_* RSNT_* CC_CLUSTER SYSTEMNAME STAGES CLUSTER* SITE* NERSC_* LUMI_*
+        OLCF_* IDRIS_* CINECA_* TACC_* CSCS_* PAWSEY_*
+    """,
+    "interpreters, compilers and their libraries": """
+        PYTHON* VIRTUAL_ENV* CONDA_* _CE_* MAMBA_* PYENV_* UV_* PIP_* LD_* LIBRARY_PATH CPATH
+        *_INCLUDE_PATH PKG_CONFIG_PATH CMAKE_* CC CXX CUDAHOSTCXX OMP_* GOMP_* KMP_* MKL_* OPENBLAS_*
+        NUMEXPR_* NUMBA_* MALLOC_* GLIBC_* HDF5_*
+    """,
+    "accelerators and networks": """
+        CUDA_* CUDNN_* CUBLAS_* CUTE_* CUTLASS_* NVCC_* NVIDIA_* NVTE_* NVSHMEM_* DG_* ROC* HIP* HSA_*
+        RCCL_* MIOPEN_* AMD_* GPU_DEVICE_ORDINAL ZE_* SYCL_* ONEAPI_* NCCL_* GLOO_* FI_* UCX_* NIXL_*
+        MPI* OMPI_* I_MPI_* PALS_* MASTER_* DEEPEP_*
+    """,
+    "containers": """
+        APPTAINER* SINGULARITY* SHIFTER* PODMAN* ENROOT_* UENV_* EDF_PATH
+    """,
+    "proxies and certificates": """
+        *_PROXY *_proxy SSL_CERT_* REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+    """,
+    "libraries of models and trackers": """
+        TORCH* PYTORCH_* TRITON_* INDUCTOR_* VLLM_* FLASH* XFORMERS_* TOKENIZERS_* HF_* HUGGINGFACE_*
+        TRANSFORMERS_* DATASETS_* SAFETENSORS_* TIKTOKEN_* NLTK_DATA VF_* WANDB_* MLFLOW_* TRACKIO_*
+        TENSORBOARD_* PRIME_* DO_NOT_TRACK PRIMERL_*
+    """,
+}
+PASSED = tuple(name for names in PASSED_BY_KIND.values() for name in names.split())
 
 
 @dataclass(frozen=True)

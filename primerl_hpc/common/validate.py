@@ -15,6 +15,7 @@ from primerl_hpc.common.block import VariableMap
 from primerl_hpc.common.document import Document, dotted, refuse_odd_text, refuse_secrets
 from primerl_hpc.common.env import Override
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.safety.secret_values import mask_data
 
 B = TypeVar("B", bound=BaseModel)
 MOST_NAMED = 8
@@ -85,7 +86,7 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
         return ConfigError(message, location=location)
     message = message.replace("Input should be ", "must be ").replace("input should be ", "")
     message = message.replace("a valid tuple", "a list")
-    value = fault.get("input")
+    value = mask_data(fault.get("input"), key)
     got = "" if isinstance(value, dict | list) else f", not {value!r}"
     if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message, got = "must be a mapping", f", not {value!r}"

@@ -28,34 +28,14 @@ _QUIET = {
 }
 
 
-_HARMLESS = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TERM",
-        "HOSTNAME",
-        "TZ",
-        "LANG",
-        "LANGUAGE",
-        "LC_*",
-        "TMPDIR",
-    ),
-    *("LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "XDG_*", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *(
-        "*_PROXY",
-        "*_proxy",
-        "OMP_*",
-        "MKL_*",
-        "CUDA_VISIBLE_DEVICES",
-        "MODULEPATH",
-        "LOADEDMODULES",
-        "PRIMERL_*",
-    ),
-    *("HF_HOME", "HF_HUB_*", "HF_DATASETS_*", "TRANSFORMERS_*", "TOKENIZERS_PARALLELISM"),
-    *("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_ID", "SLURMD_NODENAME"),
+_HARMLESS = tuple(
+    """
+    PATH HOME USER LOGNAME SHELL TERM HOSTNAME TZ LANG LANGUAGE LC_* TMPDIR LD_LIBRARY_PATH PYTHON*
+    VIRTUAL_ENV CONDA_PREFIX XDG_* SSL_CERT_FILE SSL_CERT_DIR *_PROXY *_proxy OMP_* MKL_*
+    CUDA_VISIBLE_DEVICES MODULEPATH LOADEDMODULES PRIMERL_* HF_HOME HF_HUB_* HF_DATASETS_*
+    TRANSFORMERS_* TOKENIZERS_PARALLELISM SLURM_JOB_ID SLURM_NODEID SLURM_PROCID SLURM_STEP_ID
+    SLURMD_NODENAME
+    """.split()
 )
 """Variables of the submitter's environment that are passed to environment servers."""
 _POLICY_LOADERS = (Role.INFERENCE, Role.PREFILL, Role.TRAINER, Role.SFT)

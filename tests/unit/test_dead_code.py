@@ -16,7 +16,6 @@ CALLED_BY_OTHERS = {
     "log_message": "http.server",
     "handle_error": "http.server",
     "service_actions": "http.server",
-    "sockets": "asyncio's servers",
     "check_here": "text of a subprocess",
     "find_faults": "launch.checks.interpreters, by name",
     "EngineRoutes": "vLLM, by name",

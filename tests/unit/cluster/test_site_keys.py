@@ -113,7 +113,10 @@ def test_the_account_of_a_cpu_partition_has_its_own_suffix() -> None:
             "node_types.x.arch is x86_64, but node.arch is aarch64",
         ),
         ({"node": {"memory_gib": 10, "host_memory_gib": 20}}, "host_memory_gib 20 must be at most"),
-        ({"network": {"proxy": {"http": "http://me:pw@proxy:1"}}}, "looks like it contains a secret"),
+        (
+            {"network": {"proxy": {"http": "http://me:pw@proxy:1"}}},
+            "such as http://proxy.site:3128, not 'http://***@proxy:1'",
+        ),
         ({"network": {"proxy": {}}}, "http or https must be given"),
         ({"limits": [{"min_nodes": 4, "max_nodes": 2}]}, "max_nodes 2 is less than min_nodes 4"),
         ({"software": {"module_paths": ["-f"]}}, "starts with '-'"),
