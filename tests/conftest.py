@@ -6,6 +6,9 @@ Also ``--update-golden``, and which tests stay together when workers share them.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
@@ -41,6 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
+def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every filesystem refuses locks, as Lustre without ``flock`` and NFS without its lock service do."""
+
+    def refuse(fd: int, operation: int, *_: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
 # end-to-end modules that share a fixture of the session; the longest row first, so that all workers end at one time

@@ -26,12 +26,12 @@ sys.path.insert(0, str(ROOT))
 from primerl_hpc.cluster.load import LoadedProfile, load_profile  # noqa: E402
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.common.names import MAIN_PHASE, Kind  # noqa: E402
+from primerl_hpc.launch.compose import plan_run  # noqa: E402
 from primerl_hpc.launch.new_recipe.sizing import fewest_gpus  # noqa: E402
 from primerl_hpc.launch.planning.forecast import PlanForecast  # noqa: E402
-from primerl_hpc.launch.planning.model_config import find_shape  # noqa: E402
-from primerl_hpc.launch.submission import preview  # noqa: E402
+from primerl_hpc.launch.planning.model_config import load_config  # noqa: E402
 from primerl_hpc.plan.assess.choice import is_counted  # noqa: E402
-from primerl_hpc.plan.types import Plan  # noqa: E402
+from primerl_hpc.plan.plan import Plan  # noqa: E402
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe  # noqa: E402
 
 RECIPES, PROFILES = ROOT / "recipes", ROOT / "cluster_profiles"
@@ -77,9 +77,10 @@ def predict_row(recipe: str, profile: str) -> dict[str, Any]:
     loaded, site = load_recipe(str(RECIPES / f"{recipe}.yaml")), load_profile(profile)
     row: dict[str, Any] = {"recipe": recipe, "profile": profile, "digest": digest_of(recipe, profile)}
     try:
-        plan, forecast = preview(loaded, site, [])
+        planned = plan_run(loaded, site, missing=[])
     except ConfigError as error:
         return {**row, "fits": False, "missing": _missing(loaded, site, error.cause)}
+    plan, forecast = planned.plan, planned.forecast
     prediction = forecast.prediction
     if prediction is None:
         return {**row, "fits": None, "missing": forecast.reason}
@@ -231,7 +232,7 @@ def download_gib(name: str) -> float:
     """Return the size of the weights of all models of a recipe in bfloat16."""
     recipe = load_recipe(str(RECIPES / f"{name}.yaml")).recipe
     models = {recipe.model.name, *(block.model.name for block in recipe.served_models.values())}
-    return sum(2 * find_shape(model).total for model in models) / GIB
+    return sum(2 * load_config(model).shape.total for model in models) / GIB
 
 
 def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:

@@ -10,7 +10,7 @@ import click
 
 from primerl_hpc.cli.options import json_option, make_epilog, print_json
 from primerl_hpc.cli.values import RECIPE
-from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError
+from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError, PrimerlError
 
 EPILOG = make_epilog(
     "bundle /shared/me/env-1.tar.zst",
@@ -96,19 +96,20 @@ def command(
 def _install_packages(recipe: str, python: str, *, quiet: bool) -> list[dict[str, Any]]:
     """Install the packages of the recipe's environments; return their versions. Raises NotFoundError."""
     from primerl_hpc.launch.prefetch.needs import environments_of
-    from primerl_hpc.launch.prefetch.packages import RECORDED, install_packages
+    from primerl_hpc.launch.prefetch.packages import RECORDED, ask_python
     from primerl_hpc.recipe.load import load_recipe
 
     environments = environments_of(load_recipe(recipe).recipe)
     names = dict.fromkeys(item.package for item in environments if item.package is not None)
     records: list[dict[str, Any]] = []
-    for found in install_packages(python, list(names)) if names else ():
-        if "fault" in found or found["state"] != "present":
-            raise NotFoundError(
-                f"package {found['package']} is not in the bundle: {found.get('fault') or found['detail']}",
-                location=recipe,
-                hint=found.get("hint", ""),
-            )
+    for name in names:
+        try:
+            found = ask_python(python, name, {}, install=True)
+            if found["state"] != "present":
+                raise NotFoundError(found["detail"])
+        except PrimerlError as error:
+            cause = f"package {name} is not in the bundle: {error.cause}"
+            raise NotFoundError(cause, location=recipe, hint=error.hint) from error
         records.append({key: found.get(key) for key in RECORDED})
         if not quiet:
             click.echo(f"package {found['package']} of an environment is installed")

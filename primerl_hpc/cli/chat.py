@@ -52,7 +52,7 @@ def command(
     stderr.
     """
     from primerl_hpc.observe.chat import exec_on_router_node, find_server, router_node_command
-    from primerl_hpc.plan.types import load_plan
+    from primerl_hpc.plan.plan import load_plan
     from primerl_hpc.run.registry import find_run
 
     found = find_run(run)

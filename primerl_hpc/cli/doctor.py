@@ -20,7 +20,7 @@ from primerl_hpc.cli.values import RECIPE
 from primerl_hpc.common.errors import ExitCode
 
 if TYPE_CHECKING:
-    from primerl_hpc.launch.doctor.cluster import CheckResult
+    from primerl_hpc.common.findings import Finding
 
 EPILOG = make_epilog(
     "doctor --profile h100x64",
@@ -94,13 +94,13 @@ def command(
         findings.append(finding)
         if not as_json:
             mark = click.style("ok  ", fg="green") if finding.is_ok else click.style("FAIL", fg="red")
-            click.echo(f"{mark} {finding.what:<23} {hang(finding.message, 29)}")
+            click.echo(f"{mark} {finding.check:<23} {hang(finding.message, 29)}")
             if not finding.is_ok and finding.hint:
                 click.echo(f"     {'':<23} {hang(f'hint: {finding.hint}', 29)}")
             if finding.details:
                 click.echo(finding.details)
     if as_json:
-        print_json([finding.as_json() for finding in findings])
+        print_json([{"what": item.check, "is_ok": item.is_ok, **item.as_json()} for item in findings])
     return ExitCode.DONE if all(finding.is_ok for finding in findings) else ExitCode.CONFIG
 
 
@@ -125,9 +125,9 @@ def _measure_mismatch(model: str, dtypes: tuple[str, ...], as_json: bool) -> int
     return ExitCode.DONE if all(map(is_close, found.rows)) else ExitCode.CONFIG
 
 
-def _examine_packages(recipe: str, profile: Any) -> Iterator[CheckResult]:
+def _examine_packages(recipe: str, profile: Any) -> Iterator[Finding]:
     """Yield a result for the package of each environment of the recipe."""
-    from primerl_hpc.launch.doctor.cluster import CheckResult
+    from primerl_hpc.common.findings import Finding
     from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
     from primerl_hpc.launch.prefetch.packages import look_for_package
     from primerl_hpc.recipe.load import load_recipe
@@ -137,4 +137,4 @@ def _examine_packages(recipe: str, profile: Any) -> Iterator[CheckResult]:
             found = look_for_package(need)
             is_ok = found.state.value != "missing"
             hint = f"install it: primerl-hpc prefetch {recipe} -p {profile.name}"
-            yield CheckResult("environment package", is_ok, f"{need.name}: {found.detail}", hint)
+            yield Finding.judged("environment package", is_ok, f"{need.name}: {found.detail}", hint)

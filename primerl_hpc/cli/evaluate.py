@@ -24,8 +24,8 @@ from primerl_hpc.cli.options import (
     run_dir_option,
     set_option,
     shared_parent_option,
-    show_warnings,
 )
+from primerl_hpc.common.log import show_warnings
 
 EPILOG = make_epilog(
     "eval my-run --follow",
@@ -210,7 +210,7 @@ def _submit(
     else:
         click.echo(f"evaluation {root.name} · job {submitted.job_id} ({submitted.plan.scheduler})")
     if follow:
-        from primerl_hpc.observe.follow.follow import follow_run
+        from primerl_hpc.observe.follow import follow_run
 
         return follow_run(submitted.run, quiet=as_json, from_end=not is_new)
     if not as_json:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option, show_warnings
+from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option
 from primerl_hpc.cli.values import KEY
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.log import show_warnings
 
 EPILOG = make_epilog(
     "explain",

@@ -29,12 +29,12 @@ def command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     Keys without a counterpart, and keys that belong to the command line or the cluster profile, are listed in comments
     of the recipe. docs/migration.md has tables for prime-rl, verl and NeMo-RL.
     """
-    from primerl_hpc.common.document import dump_yaml
+    from primerl_hpc.common.document import Document, dump_yaml
     from primerl_hpc.common.errors import ConfigError, OccupiedError
     from primerl_hpc.common.files import create_exclusive
     from primerl_hpc.common.safety.printable import one_line
     from primerl_hpc.launch.new_recipe.prime_rl import convert, read_toml
-    from primerl_hpc.recipe.load import parse_recipe
+    from primerl_hpc.recipe.load import validate_recipe
 
     found = convert(read_toml(files), name=files[-1].stem)
     lists = {
@@ -48,9 +48,9 @@ def command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     text = "".join(f"# {one_line(line)}\n" for line in head) + dump_yaml(found.values)
     problem = None
     try:
-        parse_recipe(found.values)
-    except (ValueError, ConfigError) as error:
-        problem = " ".join(str(error).split())
+        validate_recipe(Document(found.values, {"": files[-1].name}))
+    except ConfigError as error:
+        problem = " ".join(str(error).removeprefix("error: ").split())
     if out is not None and not create_exclusive(out, text):
         raise OccupiedError("the file exists already", location=str(out), hint="choose another --out")
     if as_json:

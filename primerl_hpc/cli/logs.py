@@ -57,8 +57,8 @@ def command(
     ROLE is a role (trainer, orchestrator, inference, router, env-server), one process of a role (inference-0), or `job`
     for the output of the batch job.
     """
-    from primerl_hpc.observe.logs.log_files import LogFiles
-    from primerl_hpc.observe.logs.merge import (
+    from primerl_hpc.observe.log_files import LogFiles
+    from primerl_hpc.observe.merged_logs import (
         LogFilter,
         LogFollower,
         follow_logs,

@@ -133,7 +133,6 @@ def bench_target(
     """Return what ``primerl-hpc NAME --bench TARGET`` measures. Raises UsageError, ConfigError, NotFoundError."""
     from primerl_hpc.common.errors import NotFoundError
     from primerl_hpc.launch.bench.target import BenchTarget, target_of_run
-    from primerl_hpc.launch.prepare import runs_folder
     from primerl_hpc.run.registry import find_run
 
     try:
@@ -142,7 +141,7 @@ def bench_target(
         run = None
     if run is None:
         loaded, profile = load_both(target, profile_name, overrides)
-        return BenchTarget(loaded, profile, runs_folder(profile.profile))
+        return BenchTarget(loaded, profile, profile.profile.runs_folder())
     if overrides or profile_name:
         raise click.UsageError(
             f"{name}: a prepared run already has a recipe and a profile; remove --set and --profile"
@@ -197,7 +196,7 @@ def _run(
     wandb: str | None,
     as_json: bool,
 ) -> None:
-    from primerl_hpc.tracking.bench import check_wandb, send_result
+    from primerl_hpc.tracking.bench_result import check_wandb, send_result
 
     if wandb is not None:
         check_wandb()
@@ -213,7 +212,7 @@ def _run(
 def _request(kind: str, **values: Any) -> Any:
     from pydantic import ValidationError
 
-    from primerl_hpc.plan import bench
+    from primerl_hpc.plan import bench_plans as bench
 
     try:
         return getattr(bench, kind)(**values)

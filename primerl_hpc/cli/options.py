@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from primerl_hpc.cli.values import PROCESS, PROFILE, PROFILE_KEY, RECIPE, RECIPE_KEY, RUN
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, ExitCode
-from primerl_hpc.common.log import notice
+from primerl_hpc.common.log import show_warnings
 
 _CHANGES = "primerl_hpc.profile_overrides"
 _VARIANT = "primerl_hpc.profile_variant"
@@ -215,7 +215,7 @@ def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def requested_jobs(options: dict[str, Any]) -> Any:
     """Remove the values of `chain_options` from ``options``; return them as a `ChainRequest`."""
-    from primerl_hpc.launch.chain import ChainRequest
+    from primerl_hpc.launch.compose import ChainRequest
 
     names = ("links", "until_done", "is_here", "budget")
     return ChainRequest(*(options.pop(name) for name in names))
@@ -292,12 +292,6 @@ def load_chosen_profile(name: str) -> Any:
     loaded = load_profile(name, overrides=job_changes(), variant=variant)
     show_warnings(loaded.warnings)
     return loaded
-
-
-def show_warnings(warnings: Iterable[str]) -> None:
-    """Print warnings to stderr."""
-    for warning in warnings:
-        notice(f"warning: {warning}")
 
 
 def for_recipe(profile: Any, loaded: Any) -> Any:

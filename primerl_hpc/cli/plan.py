@@ -21,13 +21,13 @@ from primerl_hpc.cli.options import (
     recipe_and_profile,
 )
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.common.log import fold, notice
+from primerl_hpc.common.log import fold, notice, show_warnings
 from primerl_hpc.observe.text import WIDTH, wrap
 
 if TYPE_CHECKING:
     from primerl_hpc.cluster.load import LoadedProfile
     from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast
-    from primerl_hpc.plan.types import PhasePlan, Plan, ProcessPlan
+    from primerl_hpc.plan.plan import PhasePlan, Plan, ProcessPlan
     from primerl_hpc.recipe.load import LoadedRecipe
     from primerl_hpc.slurm.budget import Budget
 
@@ -164,29 +164,21 @@ def preview_with_warnings(
     A missing model or dataset is a warning, because it does not change what runs where.
     """
     from primerl_hpc.common.errors import PrimerlError
-    from primerl_hpc.launch.checks.software import check_software
-    from primerl_hpc.launch.planning.forecast import refuse_misfit
-    from primerl_hpc.launch.prefetch.check import check_needs, prefetch_command
-    from primerl_hpc.launch.submission import preview, refuse_untrainable_model
+    from primerl_hpc.launch.checklist import Candidate, findings
+    from primerl_hpc.launch.compose import plan_run
 
     faults: list[PrimerlError] = []
-    plan, forecast = preview(loaded, profile, faults, measured)
+    planned = plan_run(loaded, profile, missing=faults, measured=measured)
     uncertain: list[str] = []
-    for check in (
-        lambda: check_software(plan, loaded.document),
-        lambda: refuse_untrainable_model(plan, profile.profile),
-        lambda: refuse_misfit(forecast),
-        lambda: uncertain.extend(check_needs(plan, profile.profile, prefetch_command(loaded, profile))),
-    ):
+    for name in ("software", "model", "memory", "models and data"):
         try:
-            check()
+            uncertain += findings(name, Candidate(planned))
         except PrimerlError as error:
             faults.append(error)
     warnings = [f"{fault} (submit refuses this)" for fault in dict.fromkeys(map(str, faults))]
-    warnings += [*uncertain, *forecast.warnings]
-    for warning in warnings:
-        notice(f"warning: {warning}")
-    return plan, forecast, warnings
+    warnings += [*uncertain, *planned.forecast.warnings]
+    show_warnings(warnings)
+    return planned.plan, planned.forecast, warnings
 
 
 def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
@@ -195,8 +187,9 @@ def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
     Returns None if the profile does not use SLURM.
     """
     from primerl_hpc.common.errors import SchedulerError
-    from primerl_hpc.launch.prepare import package_root
-    from primerl_hpc.launch.submission import make_script
+    from primerl_hpc.common.package import package_root
+    from primerl_hpc.launch.compose import make_script
+    from primerl_hpc.render.lint import warnings_of
     from primerl_hpc.slurm.estimate import estimate_start
     from primerl_hpc.slurm.sbatch import UnansweredError
 
@@ -206,6 +199,7 @@ def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
         return {"unknown": "sbatch is not on this machine"}
     try:
         script = make_script(plan, profile, package_root())
+        show_warnings(warnings_of(script))
         return dataclasses.asdict(estimate_start(script, timeout_s=ESTIMATE_TIMEOUT_S))
     except UnansweredError as error:
         return {"unknown": error.cause}

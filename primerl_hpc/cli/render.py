@@ -10,6 +10,7 @@ import click
 from primerl_hpc.cli.options import json_option, load_both, make_epilog, print_json, recipe_and_profile
 from primerl_hpc.cli.plan import preview_with_warnings
 from primerl_hpc.common.errors import ExitCode
+from primerl_hpc.common.log import show_warnings
 
 EPILOG = make_epilog(
     "render my.yaml -p h100x64 --steps",
@@ -42,13 +43,15 @@ def command(
     """
     from primerl_hpc.common.errors import OccupiedError
     from primerl_hpc.common.files import write_text
+    from primerl_hpc.common.package import package_root
+    from primerl_hpc.launch.compose import interpreter, make_scripts
     from primerl_hpc.launch.planned_steps import planned_steps
-    from primerl_hpc.launch.prepare import interpreter, package_root
-    from primerl_hpc.launch.submission import make_scripts
+    from primerl_hpc.render.lint import warnings_of
 
     loaded, profile = load_both(recipe, profile_name, overrides)
     plan, _, _ = preview_with_warnings(loaded, profile)
     scripts = make_scripts(plan, profile, package_root())
+    show_warnings(warnings_of(scripts["job.sbatch"]))
     paths = {name: out / name for name in scripts} if out else {}
     for name, path in paths.items():
         if path.exists() and path.read_bytes() != scripts[name].encode():

@@ -77,8 +77,8 @@ def command(
     from primerl_hpc.launch.resume.changes import change_recipe
     from primerl_hpc.launch.resume.rewind import check_step, rewind
     from primerl_hpc.launch.submit import change_job, check_next_attempt, fork_hint, resume_run
-    from primerl_hpc.observe.follow.follow import follow_run
-    from primerl_hpc.plan.types import load_plan
+    from primerl_hpc.observe.follow import follow_run
+    from primerl_hpc.plan.plan import load_plan
     from primerl_hpc.run.registry import find_run
 
     found = find_run(run)

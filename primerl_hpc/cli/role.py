@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.bench import BENCHED, BenchOptions, bench_options, run_bench
+from primerl_hpc.cli.bench_options import BENCHED, BenchOptions, bench_options, run_bench
 from primerl_hpc.cli.loop_bench import (
     OWN_OPTIONS,
     bench_flag,
@@ -188,15 +188,14 @@ def _run_role(role: str, target: str, index: int, phase_name: str | None) -> Non
     from primerl_hpc.common import env
     from primerl_hpc.common.files import read_json_or_none
     from primerl_hpc.common.names import Role, process_name
-    from primerl_hpc.launch.executor import environ_here
-    from primerl_hpc.launch.prepare import passed_variables
-    from primerl_hpc.plan.types import load_plan, with_interpreter
+    from primerl_hpc.launch.queue import environ_here
+    from primerl_hpc.plan.plan import load_plan, with_interpreter
     from primerl_hpc.run.access.keys import run_keys
     from primerl_hpc.run.access.ownership import check_own
     from primerl_hpc.run.registry import find_run
+    from primerl_hpc.runtime.step import Launch
     from primerl_hpc.runtime.steps.guard import drop_variables
     from primerl_hpc.runtime.steps.local import visible_accelerators
-    from primerl_hpc.runtime.types import Launch
 
     run = find_run(target)
     check_own(run)
@@ -209,7 +208,7 @@ def _run_role(role: str, target: str, index: int, phase_name: str | None) -> Non
     run_keys(run, attempt)
     root = str(Path(__file__).resolve().parents[2])
     visible = visible_accelerators(launch, has_gpus=plan.accelerator == "gpu")
-    environment = {**environ_here(passed_variables(plan)), **visible, **launch.environment}
+    environment = {**environ_here(plan.passed_variables), **visible, **launch.environment}
     environment[env.PYTHONPATH] = env.join_pythonpath(root, environment.get(env.PYTHONPATH))
     drop_variables(environment)
     click.echo(f"{process.name}: {' '.join(process.argv)}", err=True)

@@ -40,8 +40,8 @@ from primerl_hpc.observe.text import display_path
 if TYPE_CHECKING:
     from primerl_hpc.cluster.load import LoadedProfile
     from primerl_hpc.common.errors import PrimerlError
-    from primerl_hpc.launch.chain import ChainRequest
-    from primerl_hpc.plan.types import Plan
+    from primerl_hpc.launch.compose import ChainRequest
+    from primerl_hpc.plan.plan import Plan
     from primerl_hpc.recipe.load import LoadedRecipe
 
 EPILOG = make_epilog(
@@ -132,8 +132,7 @@ def submit(
     """
     from primerl_hpc.envs.judges import check_judges
     from primerl_hpc.envs.tools import check_tools
-    from primerl_hpc.launch.prepare import withheld_notice
-    from primerl_hpc.launch.submission import ONE_JOB
+    from primerl_hpc.launch.compose import ONE_JOB
     from primerl_hpc.launch.submit import submit_run
 
     chain, how = chain or ONE_JOB, SubmitOptions(**options)
@@ -148,8 +147,7 @@ def submit(
         return _dry_run(loaded, profile, chain, how)
     make_room = (lambda root: _make_room(root, how)) if how.overwrite else None
     submitted = submit_run(loaded, profile, how.run_dir, chain, is_live=how.is_live, make_room=make_room)
-    if (withheld := withheld_notice(submitted.plan)) is not None:
-        notice(withheld)
+    _note_withheld(submitted.plan)
     root, jobs = submitted.run.root, submitted.links or (submitted.job_id,)
     if how.as_json:
         print_json({"run": root.name, "run_dir": str(root), "job_id": submitted.job_id, "jobs": jobs})
@@ -157,7 +155,7 @@ def submit(
         click.echo(f"run {root.name} · job {' → '.join(jobs)} ({submitted.plan.scheduler})")
         click.echo(f"    {display_path(root)}")
     if how.follow:
-        from primerl_hpc.observe.follow.follow import follow_run
+        from primerl_hpc.observe.follow import follow_run
 
         return follow_run(submitted.run, quiet=how.as_json)
     if not how.as_json:
@@ -181,6 +179,15 @@ def _make_room(root: Path, how: SubmitOptions) -> None:
     delete_run(earlier)
 
 
+def _note_withheld(plan: Plan) -> None:
+    """Print a note about secrets of this shell that do not reach the run, although others of their kind do."""
+    if names := plan.passed_variables.withheld(os.environ):
+        notice(
+            f"note: {', '.join(names)} of this shell {'does' if len(names) == 1 else 'do'} not reach the run: secrets "
+            f"are passed by name only (env: {{{names[0]}: {{from: {names[0]}}}}} of the recipe)"
+        )
+
+
 def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
     """Print a warning for missing weights; raise the error about any other file: a dry run shows a complete plan."""
     names = {name for phase in plan.phases for name in (phase.recipe.model.name, phase.model_path)}
@@ -194,26 +201,23 @@ def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
 
 def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, how: SubmitOptions) -> int:
     from primerl_hpc.cli.plan import show_plan
-    from primerl_hpc.launch.follow_up import export_script
-    from primerl_hpc.launch.planning.forecast import hub_variables
-    from primerl_hpc.launch.planning.model_config import has_config
-    from primerl_hpc.launch.prepare import engines_script, job_script, passed_variables, withheld_notice
-    from primerl_hpc.launch.submission import check_run
+    from primerl_hpc.launch.checklist import check_run
+    from primerl_hpc.launch.planning.model_config import read_model
     from primerl_hpc.launch.submit import prepare_run
 
     if how.run_dir is not None:
         run, plan = prepare_run(loaded, profile, how.run_dir, chain, is_live=how.is_live)
-        path = job_script(run)
-        files = (path, engines_script(run), export_script(run))
+        path = run.job_script
+        files = (path, run.engines_script, run.export_script)
         scripts = {file.name: file.read_text() for file in files if file.is_file()}
     else:
-        recipe = loaded.recipe
-        is_known = has_config(recipe.model.name, hub_variables(recipe, profile.profile))
+        # a plan can be made without the weights of a model whose configuration is known here
+        is_known = read_model(loaded.recipe, profile.profile).content is not None
         missing: list[PrimerlError] | None = [] if is_known else None
         checked, path = check_run(loaded, profile, chain, missing=missing, is_live=how.is_live), None
-        plan, scripts = checked.plan, checked.scripts
+        plan, scripts = checked.plan, checked.files.scripts
         _warn_of_missing_weights(missing or [], plan)
-    passing, others = passed_variables(plan).split(os.environ)
+    passing, others = plan.passed_variables.split(os.environ)
     if how.as_json:
         found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
         found |= {"environment": passing, "environment_left_out": others}
@@ -224,8 +228,7 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
         click.echo(f"\n{name}:\n")
         click.echo("".join(f"    {line}" for line in script.splitlines(keepends=True)))
     click.echo(f"{len(passing)} variables of this shell reach the run, {len(others)} do not (names: --json)")
-    if (withheld := withheld_notice(plan)) is not None:
-        notice(withheld)
+    _note_withheld(plan)
     launcher = "sbatch" if plan.scheduler == "slurm" else "bash"
     if path is not None:
         click.echo(f"prepared; start it manually with:  {launcher} {shlex.quote(str(path))}")

@@ -37,7 +37,7 @@ def command(run: str, watch: bool, as_json: bool) -> int:
     Use it with tracking.relay: true in the recipe, or after a run has ended. Each call continues where the last one
     ended, also after ^C or a lost connection.
     """
-    from primerl_hpc.plan.types import load_plan
+    from primerl_hpc.plan.plan import load_plan
     from primerl_hpc.run.access.ownership import check_own
     from primerl_hpc.run.registry import find_run
     from primerl_hpc.tracking.sync import sync

@@ -46,7 +46,7 @@ def _runs(ctx: click.Context) -> Iterable[str]:
 
 def _processes(ctx: click.Context) -> Iterable[str]:
     """Return roles and processes of the run that was typed before."""
-    from primerl_hpc.observe.logs.log_files import JOB, LogFiles
+    from primerl_hpc.observe.log_files import JOB, LogFiles
     from primerl_hpc.run.registry import find_run
 
     processes = LogFiles(find_run(ctx.params.get("run"))).processes

@@ -60,7 +60,10 @@ def load_profile(
             path = find_asset("cluster_profiles", name)
         except NotFoundError as error:
             raise NotFoundError(f"no cluster profile '{name}'", hint=error.hint) from None
-    document = _with_variant(load_yaml(path), variant, name)
+    document = load_yaml(path)
+    if "kind" in document.values and "scheduler" not in document.values:
+        raise ConfigError("this is a recipe, not a cluster profile", location=str(path))
+    document = _with_variant(document, variant, name)
     above, warnings = split_variables(Profile, document, env.profile_overrides(environ))
     above += [(*_split(text), "--profile-set") for text in overrides]
     for key, value, origin in above:

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +19,9 @@ from primerl_hpc.cluster.scheduler_schema import CpuPartition, Elastic, Schedule
 from primerl_hpc.cluster.site_schema import JobLimit, Login, ScratchFolder, SharedCache, StorageFolder
 from primerl_hpc.cluster.software_schema import Software
 from primerl_hpc.cluster.value_types import OneLine, Short
+from primerl_hpc.common import env
 from primerl_hpc.common.block import Block, Bool, PositiveInt, Variables
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import is_valid_name
 
 
@@ -180,6 +185,21 @@ class Profile(Block):
     def stages_models(self) -> bool:
         """True if base models are copied to node-local scratch."""
         return isinstance(self.cache, SharedCache) and self.cache.stage_models
+
+    def runs_folder(self) -> Path:
+        """Return the folder of run directories.
+
+        Raises ConfigError if ``runs_dir`` contains a variable that is not set.
+        """
+        if self.runs_dir is None:
+            return env.runs_dir()
+        expanded = os.path.expandvars(self.runs_dir)
+        if (unset := re.search(r"\$\{?(\w+)", expanded)) is not None:
+            raise ConfigError(
+                f"runs_dir: {self.runs_dir} contains ${unset[1]}, which is not set",
+                hint="set it, or write the full path in the profile",
+            )
+        return Path(expanded).expanduser()
 
     @property
     def requested(self) -> Scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -146,6 +147,11 @@ class Software(Block):
         return self.default.python if self.default.container.kind in ("none", "uenv") else None
 
     @property
+    def python_here(self) -> str:
+        """Interpreter on this machine that has the packages of the run: of a bundle, the one that submits."""
+        return self.host_python or sys.executable
+
+    @property
     def setup_lines(self) -> tuple[SetupLine, ...]:
         """``setup`` in the long form."""
         return _long_lines(self.setup)
@@ -154,6 +160,11 @@ class Software(Block):
     def early_lines(self) -> tuple[SetupLine, ...]:
         """``before_modules`` in the long form."""
         return _long_lines(self.before_modules)
+
+    @property
+    def has_setup(self) -> bool:
+        """The batch script runs lines of this block."""
+        return bool(self.early_lines or self.uses_modules or self.setup_lines)
 
     @property
     def uses_modules(self) -> bool:

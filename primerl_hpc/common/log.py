@@ -17,6 +17,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterable
 
 from primerl_hpc.common import env
 from primerl_hpc.common.safety.printable import one_line
@@ -117,6 +118,12 @@ def notice(sentence: str) -> None:
         width = shutil.get_terminal_size().columns
         sentence = "\n".join(fold(line, width) for line in sentence.splitlines())
     print(sentence, file=sys.stderr)
+
+
+def show_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings to stderr."""
+    for warning in warnings:
+        notice(f"warning: {warning}")
 
 
 def hang(text: str, column: int) -> str:

@@ -43,6 +43,12 @@ def package_folder() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
+def package_root() -> str | None:
+    """Return the folder for PYTHONPATH if the package runs from a checkout, None if it is installed."""
+    checkout = package_folder().parent
+    return str(checkout) if (checkout / "setup.cfg").is_file() else None
+
+
 def _copy_folder() -> Path:
     """Return the folder of the copy of the code that this process executes, if it executes one."""
     root = package_folder().parent

@@ -2,6 +2,7 @@
 
     await asyncio.sleep(paced(waited_s, 0.2, 2.0))              # between reads of shared files
     endpoint = wait_until(read, what="the router's endpoint", timeout_s=60)     # raises TimeoutWaitingError
+    async for _ in Polling(timeout_s=60, poll_s=0.2):           # checks of a condition that ends the loop
     reply = retry(query, Backoff(limit_s=120), if_raises=UnansweredError)       # raises the last error
     await retry_io("the batch", lambda: send(batch))                            # an operation that must succeed
     rows = await in_daemon_thread(read, may_wait=lambda: not is_over)           # raises TimeoutWaitingError
@@ -27,7 +28,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -93,6 +94,41 @@ def _polling(
         "wait": wait_exponential(multiplier=poll_s, exp_base=1.3, max=poll_max_s),
         "retry_error_callback": give_up,
     }
+
+
+@dataclass(frozen=True)
+class Polling:
+    """The moments at which a ``for`` or ``async for`` loop checks a condition that needs more than a function.
+
+    The first one is at once, the last one when ``timeout_s`` has passed (None: never).
+    """
+
+    timeout_s: float | None
+    poll_s: float
+
+    def __iter__(self) -> Iterator[None]:
+        for pause_s in self._pauses():
+            time.sleep(pause_s)
+            yield
+
+    async def __aiter__(self) -> AsyncIterator[None]:
+        for pause_s in self._pauses():
+            await asyncio.sleep(pause_s)
+            yield
+
+    def last(self, look: Callable[[], T], is_done: Callable[[T], bool]) -> T:
+        """Return the first result of ``look`` that is done, or the last one."""
+        pauses = self._pauses()
+        time.sleep(next(pauses))
+        while not is_done(result := look()) and (pause_s := next(pauses, None)) is not None:
+            time.sleep(pause_s)
+        return result
+
+    def _pauses(self) -> Iterator[float]:
+        deadline = math.inf if self.timeout_s is None else time.monotonic() + self.timeout_s
+        yield 0.0
+        while time.monotonic() < deadline:
+            yield self.poll_s
 
 
 PACE = 0.01
@@ -224,14 +260,19 @@ def _always() -> bool:
 
 
 async def in_daemon_thread(
-    call: Callable[[], T], *, may_wait: Callable[[], bool] = _always, poll_s: float = 0.25
+    call: Callable[[], T],
+    *,
+    may_wait: Callable[[], bool] = _always,
+    limit_s: float = math.inf,
+    poll_s: float = 0.25,
 ) -> T:
     """Return the result of ``call``, which runs in a thread that the exit of this process does not wait for.
 
     Python waits for the threads of `asyncio.to_thread` before it exits, so a filesystem that does not respond would
-    block the exit. Raises TimeoutWaitingError if ``may_wait``, called every ``poll_s`` seconds, returns False. Then,
-    and when the caller is cancelled, the call continues without effect on the caller.
+    block the exit. Raises TimeoutWaitingError after ``limit_s``, and if ``may_wait``, called every ``poll_s`` seconds,
+    returns False. Then, and when the caller is cancelled, the call continues without effect on the caller.
     """
+    deadline = time.monotonic() + limit_s
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -247,7 +288,7 @@ async def in_daemon_thread(
     waiter = asyncio.wrap_future(outcome)
     try:
         while not (await asyncio.wait({waiter}, timeout=poll_s))[0]:
-            if not may_wait():
+            if time.monotonic() >= deadline or not may_wait():
                 raise TimeoutWaitingError("a file operation did not end in time")
         return waiter.result()
     finally:

@@ -9,11 +9,8 @@ Only wheels are installed, since building another format would run code of the p
 ``verifiers.v1`` is refused before it is installed. pip verifies the checksum again and records the URL (PEP 610), by
 which `installed_package` recognizes the package later. Dependencies come from pip's own index.
 
-`prefetch`, `bundle`, `doctor` and `submit` run this module with the interpreter that serves the environments: ``python
--m primerl_hpc.envs.hub``, JSON in, JSON in the last line out:
-
-    stdin   {"packages": ["owner/name@0.1.3"], "install": true, "index": null}
-    stdout  [{"package": "owner/name@0.1.3", "state": "present", "version": "0.1.3", "url": …, "sha256": …}]
+`prefetch`, `bundle`, `doctor` and `submit` call `installed_package` and `install_if_missing` in the interpreter that
+serves the environments (`common/interpreters.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 import httpx
 
 from primerl_hpc.common import env
-from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, PrimerlError
+from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.envs.install import Installed, install_package
 from primerl_hpc.recipe.hub import ENVIRONMENTS_INDEX, HubPackage, parse_package
 
@@ -205,7 +202,9 @@ def check_interface(package: str, wheel: bytes) -> None:
 
 
 def installed_package(text: str) -> dict[str, Any]:
-    """Return what this Python has of ``owner/name@version``, see the module's docstring.
+    """Return what this Python has of ``owner/name@version``.
+
+        {"package": "owner/name@0.1.3", "state": "present", "version": "0.1.3", "url": …, "sha256": …, "detail": …}
 
     ``state``: ``present``, ``other`` (another version, or one of another owner) or ``missing``.
     """
@@ -236,30 +235,18 @@ def _is_same(present: str, wanted: str | None) -> bool:
         return present == wanted
 
 
-def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each package, after installing it if requested; with ``fault`` and ``hint`` for an error."""
-    answers = []
-    for text in request["packages"]:
+def install_if_missing(text: str) -> dict[str, Any]:
+    """Install this package unless this Python has it; return `installed_package`. Errors as in `install_from_hub`."""
+    found = installed_package(text)
+    if found["state"] != "present":
+        package = parse_package(text)
+        assert package is not None
+        install_from_hub(package)
+        importlib.invalidate_caches()
         found = installed_package(text)
-        if request["install"] and found["state"] != "present":
-            try:
-                package = parse_package(text)
-                assert package is not None
-                install_from_hub(package, request.get("index"))
-                importlib.invalidate_caches()
-                found = installed_package(text)
-            except PrimerlError as error:
-                found |= {"fault": error.cause, "hint": error.hint}
-        answers.append(found)
-    return answers
+    return found
 
 
 def _normalize(name: str) -> str:
     """Return the normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):
-        result = answer(json.load(sys.stdin))
-    print(json.dumps(result))

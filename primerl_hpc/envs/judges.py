@@ -22,6 +22,7 @@ from typing import Any
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.envs.tasks import resolve_environment
 from primerl_hpc.envs.tools import package_mentions
 from primerl_hpc.recipe.control_tokens import ANY_CONTROL, neutralize
@@ -46,14 +47,12 @@ def judge_client(run: RunDir, judge: Judge, *, index: int, timeout_s: float) -> 
         judge.key()
         return client_of(judge.base_url, judge.model.name, judge.key_variable or env.NO_KEY)
     engine = _engine(judge, index)
-    deadline = time.monotonic() + timeout_s
-    while (base_url := _base_url(run, engine)) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutWaitingError(
-                f"{engine} was not ready within {timeout_s:.0f} s", hint="see logs/latest/judge/*.log"
-            )
-        time.sleep(POLL_S)
-    return client_of(base_url, judge.model.name, env.ENGINE_API_KEY)
+    for _ in Polling(timeout_s, POLL_S):
+        if (base_url := _base_url(run, engine)) is not None:
+            return client_of(base_url, judge.model.name, env.ENGINE_API_KEY)
+    raise TimeoutWaitingError(
+        f"{engine} was not ready within {timeout_s:.0f} s", hint="see logs/latest/judge/*.log"
+    )
 
 
 def client_of(base_url: str, model: str, key_variable: str) -> dict[str, str]:

@@ -1,10 +1,6 @@
 """Check ids and arguments of environments without a run, and load their tasks, in the interpreter that serves them.
 
-`submit` calls `find_faults` there. ``primerl-hpc prefetch`` runs ``python -m primerl_hpc.envs.lookup``, JSON in, JSON
-out:
-
-    stdin   {"id": "reverse-text", "args": {"split": "test"}}
-    stdout  {"tasks": 512}
+`submit` calls `find_faults` there, and `prefetch` calls `count_tasks` (`common/interpreters.py`).
 
 Ids are looked up without importing any package. Arguments are validated by the environment's own config classes; this
 imports verifiers (about three seconds), so it is done only if there are arguments.
@@ -12,18 +8,17 @@ imports verifiers (about three seconds), so it is done only if there are argumen
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import pkgutil
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.common.errors import ConfigError, PrimerlError
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.node.imports import without_collections
+from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.common.validate import nearest
 from primerl_hpc.envs import SHIPPED, expose_shipped
 from primerl_hpc.recipe.schema.rollout import Environment
@@ -31,6 +26,7 @@ from primerl_hpc.recipe.schema.rollout import Environment
 _HARNESSES = frozenset(("inproc_chat",))  # shipped modules that are not environments
 
 
+@without_collections()
 def find_faults(environments: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the faults of these environments, each a dict with ``id``, ``args`` and ``env_args``.
 
@@ -39,6 +35,7 @@ def find_faults(environments: list[dict[str, Any]]) -> dict[str, Any]:
 
     ``is_certain``: True if a run would fail as well; False if it may be specific to this machine.
     """
+    read_models_once()
     spec = importlib.util.find_spec("verifiers")
     if spec is None or not spec.submodule_search_locations:
         return {"has_verifiers": False, "faults": []}
@@ -152,21 +149,9 @@ def _fields_at(environment: Environment, path: list[str]) -> list[str]:
     return [name for name in block.model_fields if name not in ("id", "task")]
 
 
-def count_tasks(fields: dict[str, Any]) -> dict[str, Any]:
-    """Load all tasks of an environment, which fills the caches of its datasets.
-
-    Returns ``{"tasks": 512}``, or ``{"cause": …, "hint": …}``.
-    """
+@without_collections()
+def count_tasks(fields: dict[str, Any]) -> int:
+    """Load all tasks of an environment, which fills the caches of its datasets. Raises as `load_tasks`."""
     from primerl_hpc.envs.tasks import load_tasks
 
-    try:
-        return {"tasks": len(load_tasks(Environment(**fields)))}
-    except PrimerlError as error:
-        return {"cause": " ".join(error.cause.split()), "hint": error.hint}
-
-
-if __name__ == "__main__":
-    # packages may print while they are imported
-    with contextlib.redirect_stdout(sys.stderr), without_collections():
-        result = count_tasks(json.load(sys.stdin))
-    print(json.dumps(result))
+    return len(load_tasks(Environment(**fields)))

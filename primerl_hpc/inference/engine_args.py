@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.recipe.schema.cross_checks import DEPRECATED_FP8, ONLINE_FP8
 from primerl_hpc.recipe.schema.model import MAX_SERVED_RANK
 from primerl_hpc.recipe.schema.recipe import InferenceLayout, Recipe
 from primerl_hpc.transport.base_models.engine_options import engine_options
-from primerl_hpc.transport.base_models.families import STATEFUL
 
 MIDDLEWARE = "primerl_hpc.inference.routes.EngineRoutes"
 WORKER_EXTENSION = "primerl_hpc.inference.worker.extension.WeightUpdate"
@@ -144,7 +144,7 @@ def _profiler(folder: str | None) -> dict[str, str]:
 def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str, bool]:
     """Return the option for prompts that begin alike. Layers with state need chunked prefill for it, as vLLM does."""
     text = (config or {}).get("text_config") or config or {}
-    has_state = text.get("model_type") in STATEFUL
+    has_state = family_of(text.get("model_type")).has_state
     return {"no-enable-prefix-caching": True} if is_cpu and has_state else {"enable-prefix-caching": True}
 
 

@@ -174,12 +174,9 @@ class PrefillEngines:
     def __init__(self, run: RunDir, keys: RunKeys) -> None:
         self.in_flight: Counter[str] = Counter()  # requests from this process, by engine
         self._published = PublishedEngines(run, Role.PREFILL.value, busy_s=POLL_S)
-        self._client = httpx.AsyncClient(
-            verify=keys.client_context(),
-            headers=keys.headers,
+        self._client = keys.async_client(
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,
         )
 
     async def in_order(self, session: str | None) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The engine's additional routes and its authentication, as one ASGI middleware (vLLM's ``--middleware``).
 
     POST /pause           {"clear_cache": false}        → {"paused": true}     freeze requests in flight, queue new ones
-    POST /update_weights  {"path": "…", "version": 3}   → {"version": 3}       other bodies: `transport.weights.types`
+    POST /update_weights  {"path": "…", "version": 3}   → {"version": 3}       other bodies: `transport.weights.sources`
     POST /resume                                        → {"paused": false}
     POST /reload_weights                                → {"version": 0}       load version 0 again
     POST /load_lora_adapter    {"lora_name": "a", "lora_path": "…"}   → {"adapters": ["a"]}   serve it, or replace it
@@ -44,7 +44,7 @@ from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.run.access.keys import is_bearer
 from primerl_hpc.run.rundir import VERSION_HEADER, RunDir
 from primerl_hpc.transport.weights.filesystem import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, describe, from_body
+from primerl_hpc.transport.weights.sources import DeltaChain, RankAssignment, describe, from_body
 
 VLLM_ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """vLLM's own routes, which it has if VLLM_ALLOW_RUNTIME_LORA_UPDATING is set."""

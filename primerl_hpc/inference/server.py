@@ -40,7 +40,7 @@ from primerl_hpc.inference.engine_args import engine_args, engine_seed, node_arg
 from primerl_hpc.inference.token_responses import numbers_tokens
 from primerl_hpc.inference.turns import KEEP_WEIGHTS, sleep_level, wait_for_turn
 from primerl_hpc.inference.worker.start_times import read_start_times
-from primerl_hpc.plan.types import PhasePlan, Plan
+from primerl_hpc.plan.plan import PhasePlan, Plan
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.access.admission import Admission
 from primerl_hpc.run.access.elsewhere import homes_of
@@ -235,8 +235,8 @@ def _sleep_level(phase: PhasePlan) -> int:
 
 def _template_settings(recipe: Recipe) -> frozenset[str]:
     """Return the names that ``chat_template_kwargs`` of requests may set; none if the tokenizer cannot be loaded."""
-    from primerl_hpc.recipe.chat_template.template_settings import template_settings
     from primerl_hpc.recipe.renderer import load_tokenizer
+    from primerl_hpc.recipe.template_settings import template_settings
 
     try:
         return template_settings(load_tokenizer(recipe.model))
@@ -367,14 +367,9 @@ def _parse(arguments: list[str]) -> Any:
     return parsed
 
 
-def _own_client(keys: RunKeys) -> httpx.AsyncClient:
-    context, headers = keys.client_context(), keys.headers
-    return httpx.AsyncClient(verify=context, headers=headers, trust_env=False, timeout=None)
-
-
 async def wait_until_healthy(url: str, keys: RunKeys) -> None:
     """Wait until the server accepts requests. The supervisor enforces the plan's ``ready_timeout_s``."""
-    async with _own_client(keys) as client:
+    async with keys.async_client(timeout=None) as client:
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"{url}/health")).status_code == 200:
@@ -387,7 +382,7 @@ async def probe(url: str, keys: RunKeys) -> None:
 
     vLLM's CPU kernel of Qwen3.5's convolution fails on a prompt of one token.
     """
-    async with _own_client(keys) as client:
+    async with keys.async_client(timeout=None) as client:
         body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}
         response = await client.post(f"{url}/inference/v1/generate", json=body)
     if response.status_code != 200:
@@ -399,7 +394,7 @@ async def probe(url: str, keys: RunKeys) -> None:
 async def load_adapter(url: str, keys: RunKeys, weights: StartWeights) -> None:
     """Load the initial adapter through ``POST /update_weights``. Raises RoleError if the engine rejects it."""
     body = {"path": str(weights.adapter), "version": weights.version}
-    async with _own_client(keys) as client:
+    async with keys.async_client(timeout=None) as client:
         response = await client.post(f"{url}/update_weights", json=body)
     if response.status_code != 200:
         raise RoleError(f"the engine rejected its initial adapter: {response.text[:300]}")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import RoleError
+from primerl_hpc.common.waiting import Backoff, retry
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 
@@ -73,11 +73,5 @@ def secure_store(
         store.set_timeout(timeout)
         _served[store.port] = store
         return store
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return SecureStore(keys, host_name, port, timeout_s)
-        except RoleError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(RETRY_S)
+    backoff = Backoff(timeout_s, RETRY_S, RETRY_S)
+    return retry(lambda: SecureStore(keys, host_name, port, timeout_s), backoff, if_raises=RoleError)

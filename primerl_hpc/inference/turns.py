@@ -7,9 +7,9 @@ and wakes by requests to `routes`.
 from __future__ import annotations
 
 import logging
-import time
 
 from primerl_hpc.common import env
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.turns import TurnRequest, read_grant, write_request
@@ -26,11 +26,10 @@ def wait_for_turn(run: RunDir, process: str) -> None:
     request = TurnRequest(env.attempt(), env.incarnation())
     write_request(run, process, request)
     logger.info("waiting until the trainer's turn is over")
-    while True:
+    for _ in Polling(None, POLL_S):
         grant = read_grant(run)
         if grant is not None and grant.admits_engine(process, request):
             return
-        time.sleep(POLL_S)
 
 
 def sleep_level(recipe: Recipe, *, is_stored_quantized: bool) -> int:

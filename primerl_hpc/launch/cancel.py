@@ -12,7 +12,7 @@ from primerl_hpc.common.errors import OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.waiting import wait_until
-from primerl_hpc.launch.chain import drop_jobs
+from primerl_hpc.launch.queue import drop_jobs
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.access.ownership import check_may_change

@@ -20,19 +20,17 @@ from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError, NotFoundError, OccupiedError
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.launch.checks.environments import check_environments
-from primerl_hpc.launch.checks.interpreters import Interpreters
-from primerl_hpc.launch.checks.software import check_software
-from primerl_hpc.launch.submission import Submission, check_run, compose, write_frozen
+from primerl_hpc.launch.checklist import check, check_run
+from primerl_hpc.launch.compose import Submission, compose
 from primerl_hpc.launch.submit import (
     Submitted,
     check_not_running,
     prepare_run,
     queue_run,
     submit_run,
+    write_files,
 )
-from primerl_hpc.plan.types import Plan, load_plan
-from primerl_hpc.recipe.custom_code import note_custom_code
+from primerl_hpc.plan.plan import Plan, load_plan
 from primerl_hpc.recipe.load import (
     LoadedRecipe,
     load_recipe,
@@ -243,9 +241,7 @@ def submit_evaluation(
 def check_evaluation(loaded: LoadedRecipe, profile: LoadedProfile, run_dir: Path | None) -> Plan:
     """Return the plan that `submit_evaluation` would submit. Nothing is written."""
     run = _earlier(run_dir)
-    checked = (
-        check_run(loaded, profile, run_dir=run_dir) if run is None else _check_again(run, loaded, profile)
-    )
+    checked = check_run(loaded, profile, root=run_dir) if run is None else _check_again(run, loaded, profile)
     return checked.plan
 
 
@@ -270,16 +266,13 @@ def _check_again(
 ) -> Submission:
     submission = compose(loaded, profile, run.root, is_live=is_live)
     check_same(run, load_plan(run), submission.plan)
-    check_software(submission.plan, loaded.document)
     check_not_running(run)
-    with Interpreters() as interpreters:
-        check_environments(submission.plan, profile, loaded.document, interpreters)
-    note_custom_code(loaded.recipe)
+    check(submission, only=("software", "environments"))
     return submission
 
 
 def _freeze_again(run: RunDir, submission: Submission) -> None:
-    write_frozen(submission, run)
+    write_files(submission.files, run)
     register_run(run)
 
 

@@ -15,41 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
-from primerl_hpc.launch.chain import JobsTogether
 from primerl_hpc.launch.export.export import is_exported
-from primerl_hpc.launch.prepare import job_script
-from primerl_hpc.plan.types import Plan
-from primerl_hpc.recipe.schema.after import After
+from primerl_hpc.launch.queue import JobsTogether
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.rundir import RunDir
-
-
-def after_of(plan: Plan) -> After:
-    """Return the recipe's ``after`` block; empty if it has none."""
-    return plan.phases[-1].recipe.after or After()
-
-
-def export_script(run: RunDir) -> Path:
-    return run.launch / "export.sbatch"
 
 
 def discard_after(run: RunDir, plan: Plan) -> None:
     """Delete the evaluation's run directory after a refused submission."""
-    if after_of(plan).evaluation is not None:
+    if plan.after.evaluation is not None:
         shutil.rmtree(run.evaluation.root, ignore_errors=True)
 
 
 def queue_after(run: RunDir, plan: Plan, jobs: JobsTogether, links: Sequence[str]) -> dict[str, Any]:
     """Submit the follow-up jobs of ``links``; return the content of ``after`` in control/job.json."""
-    after, found = after_of(plan), {}
+    after, found = plan.after, {}
     options = (
         "--dependency=" + "?".join(f"afterok:{link}" for link in links),
         "--kill-on-invalid-dep=yes",
     )
     if after.export is not None and not is_exported(Path(after.export.to)):
-        job = jobs.submit(run, export_script(run), *options)
+        job = jobs.submit(run, run.export_script, *options)
         found["export"] = {"job_id": job, "to": after.export.to}
     if after.evaluation is not None:
-        job = jobs.submit(run.evaluation, job_script(run.evaluation), *options)
+        job = jobs.submit(run.evaluation, run.evaluation.job_script, *options)
         found["evaluation"] = {"job_id": job, "run_dir": str(run.evaluation.root)}
         _note_evaluation(run, {"scheduler": "slurm", "job_id": job})
     return found
@@ -57,13 +46,13 @@ def queue_after(run: RunDir, plan: Plan, jobs: JobsTogether, links: Sequence[str
 
 def local_script(run: RunDir, plan: Plan) -> Path:
     """Return one script for the run and its follow-up jobs on one machine; the run's own script if it has none."""
-    after = after_of(plan)
-    rest = [export_script(run)] if after.export is not None else []
-    rest += [job_script(run.evaluation)] if after.evaluation is not None else []
+    after = plan.after
+    rest = [run.export_script] if after.export is not None else []
+    rest += [run.evaluation.job_script] if after.evaluation is not None else []
     if not rest:
-        return job_script(run)
+        return run.job_script
     path = run.launch / "all.sh"
-    lines = [f"bash {shlex.quote(str(script))}" for script in (job_script(run), *rest)]
+    lines = [f"bash {shlex.quote(str(script))}" for script in (run.job_script, *rest)]
     text = "\n".join(
         ["#!/bin/bash", "# The run, then its follow-up jobs.", f"{lines[0]} || exit", *lines[1:]]
     )
@@ -73,7 +62,7 @@ def local_script(run: RunDir, plan: Plan) -> Path:
 
 def note_local_after(run: RunDir, plan: Plan, job: dict[str, Any]) -> dict[str, Any]:
     """Like `queue_after`, for follow-up jobs in one script with the run."""
-    after, found = after_of(plan), {}
+    after, found = plan.after, {}
     if after.export is not None:
         found["export"] = {"job_id": job["job_id"], "to": after.export.to}
     if after.evaluation is not None:

@@ -14,12 +14,12 @@ from itertools import groupby
 from pathlib import Path
 
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.plan.types import PhasePlan, Plan, ProcessPlan
+from primerl_hpc.plan.plan import PhasePlan, Plan, ProcessPlan
 from primerl_hpc.render.requests import requests_of
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation, HostGroup
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.srun import srun_command
-from primerl_hpc.runtime.types import Launch
 
 WIDTH = 100
 

@@ -9,6 +9,7 @@ from primerl_hpc.orchestrator.batches.batcher import BatchBuilder
 from primerl_hpc.orchestrator.checkpoint.state import LoopState
 from primerl_hpc.orchestrator.driver import RolloutDriver, env_bounds
 from primerl_hpc.orchestrator.evaluation import Evaluator
+from primerl_hpc.orchestrator.rollout_data import Split
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
@@ -17,8 +18,7 @@ from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchL
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
 from primerl_hpc.orchestrator.setup import RouterAddress, make_concurrency
-from primerl_hpc.orchestrator.types import Split
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir

@@ -19,14 +19,14 @@ from primerl_hpc.common.safety.printable import one_line
 from primerl_hpc.orchestrator.evaluation import Evaluator
 from primerl_hpc.orchestrator.metrics import ErrorRateWatch
 from primerl_hpc.orchestrator.progress import Failures, ProgressFile, progress_of
+from primerl_hpc.orchestrator.rollout_data import Cancel, Group, Outcome, Split
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
 from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, ProcessLimit
 from primerl_hpc.orchestrator.scheduling.rate_limit import RateLimit
 from primerl_hpc.orchestrator.setup import ExternalAddress, RouterAddress
-from primerl_hpc.orchestrator.types import Cancel, Group, Outcome, Split
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.model import FrozenModel
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.endpoints import publish_start

@@ -25,6 +25,7 @@ from primerl_hpc.orchestrator.engines.load_monitor import EngineMonitor
 from primerl_hpc.orchestrator.engines.weight_watcher import VersionHooks, WeightWatcher
 from primerl_hpc.orchestrator.evaluation import Evaluator, OpenEvaluation
 from primerl_hpc.orchestrator.event_loop import StoppedOnRequest, run_with_background
+from primerl_hpc.orchestrator.rollout_data import Group, Split, TaskRef
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
 from primerl_hpc.orchestrator.rollouts.traces import keep_rows
@@ -36,8 +37,7 @@ from primerl_hpc.orchestrator.setup import (
     make_fleet,
     wait_for_peers,
 )
-from primerl_hpc.orchestrator.types import Group, Split, TaskRef
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.evaluation import EvaluationSettings as Settings
 from primerl_hpc.recipe.schema.evaluation import External
 from primerl_hpc.recipe.schema.recipe import Recipe

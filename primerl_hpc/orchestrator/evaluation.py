@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from primerl_hpc.orchestrator.metrics import distribution, is_solved, share
+from primerl_hpc.orchestrator.rollout_data import Group, Rollout
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher
-from primerl_hpc.orchestrator.types import Group, Rollout
 from primerl_hpc.recipe.schema.rollout import Environments, EvalEnvironment
 
 OVERALL = "all"  # label of the metrics over all environments, if there are several and all are evaluated

@@ -21,9 +21,9 @@ from numpy.typing import ArrayLike
 
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.orchestrator.batches.batcher import Batch
+from primerl_hpc.orchestrator.rollout_data import AgentTrace, Rollout, ScoredGroup
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher
-from primerl_hpc.orchestrator.types import AgentTrace, Rollout, ScoredGroup
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.run.metrics import HighErrorRate, high_error_rates, read_last_steps
 from primerl_hpc.run.rundir import RunDir
 

@@ -6,24 +6,23 @@ Loads the tasks of environments, waits for environment servers and engines, and 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from primerl_hpc.common.errors import ConfigError, TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, process_name
-from primerl_hpc.common.waiting import TransientIOErrors
+from primerl_hpc.common.waiting import Polling, TransientIOErrors
 from primerl_hpc.envs.tasks import agents_of, load_tasks, resolve_environment
 from primerl_hpc.envs.tools import refuse_tools_without_renderer
 from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions
+from primerl_hpc.orchestrator.rollout_data import Split
 from primerl_hpc.orchestrator.rollouts.env_client import EnvServerClient
 from primerl_hpc.orchestrator.rollouts.env_pool import EnvServerPool
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient
 from primerl_hpc.orchestrator.scheduling.concurrency import Concurrency
-from primerl_hpc.orchestrator.types import Split
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.algorithm import Algorithm, HierarchicalGRPO
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environment, EvalEnvironment, Rollouts, TrainEnvironment
@@ -33,7 +32,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.broadcast import BroadcastWeightReader
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader
-from primerl_hpc.transport.weights.types import WeightReader
+from primerl_hpc.transport.weights.sources import WeightReader
 
 ROUTER = process_name(Role.ROUTER, 0)
 POLL_S = 0.2
@@ -170,6 +169,12 @@ def vocab_size_for_filters(phase: PhasePlan) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def names_of_peers(phase: PhasePlan) -> list[str]:
+    """Return the processes for which `wait_for_peers` waits."""
+    roles = (Role.INFERENCE, Role.PREFILL, Role.ROUTER, Role.TEACHER, Role.ENV_SERVER)
+    return [process.name for role in roles for process in phase.of_role(role)]
+
+
 async def wait_for_peers(
     phase: PhasePlan,
     handles: dict[Split, list[EnvHandle]],
@@ -196,11 +201,10 @@ async def wait_for_peers(
 
 
 async def _wait_for(name: str, is_ready: Callable[[], object], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_ready():
-        if time.monotonic() >= deadline:
-            raise TimeoutWaitingError(
-                f"{name} was not ready after {timeout_s:.0f} s",
-                hint="see logs/latest/inference/*.log and logs/latest/teacher/*.log",
-            )
-        await asyncio.sleep(POLL_S)
+    async for _ in Polling(timeout_s, POLL_S):
+        if is_ready():
+            return
+    raise TimeoutWaitingError(
+        f"{name} was not ready after {timeout_s:.0f} s",
+        hint="see logs/latest/inference/*.log and logs/latest/teacher/*.log",
+    )

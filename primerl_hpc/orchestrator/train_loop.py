@@ -33,6 +33,7 @@ from primerl_hpc.orchestrator.engines.turns import DeviceTurns, TurnHooks
 from primerl_hpc.orchestrator.engines.weight_watcher import VersionHooks, WeightWatcher
 from primerl_hpc.orchestrator.event_loop import BackgroundCheck, StoppedOnRequest, run_with_background
 from primerl_hpc.orchestrator.metrics import LoopLag, Stopwatch, batch_metrics, disk_metrics
+from primerl_hpc.orchestrator.rollout_data import Group, Split, TaskRef
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.scheduling.concurrency import Concurrency
@@ -41,14 +42,15 @@ from primerl_hpc.orchestrator.setup import (
     load_environments,
     make_fleet,
     make_reader,
+    names_of_peers,
     vocab_size_for_filters,
     wait_for_peers,
 )
-from primerl_hpc.orchestrator.types import Group, Split, TaskRef
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender
+from primerl_hpc.transport.rollouts.micro_batch import RolloutSender
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ async def _run(run: RunDir, phase: PhasePlan, fleet: Fleet, turns: DeviceTurns |
     if turns is not None:
         logger.info("waiting for the end of the trainer's first turn")
         await turns.opened.wait()
-    logger.info("waiting for engines, router and environment servers")
+    logger.info("waiting for %s", ", ".join(names_of_peers(phase)))
     await wait_for_peers(phase, envs, fleet, router, distillation.teacher)
     own_phases().end("engines and environments")
     await distillation.prepare(envs[Split.TRAIN])
@@ -118,7 +120,7 @@ class Orchestrator:
         self.follower = CheckpointFollower(
             run, process_name(Role.TRAINER, 0), self.resumed, max_lead=self.dispatcher.async_level
         )
-        self.sender = FilesystemSender(run)
+        self.sender: RolloutSender = FilesystemSender(run)
         self.metrics = MetricsWriter(run.metrics("orchestrator"))
         self.lag, self.error_rates = LoopLag(), self.driver.watch_error_rates(phase)
         self._patience = TransientIOErrors("the traces")

@@ -10,9 +10,9 @@ import re
 
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.plan.plan import ComponentPlan
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.split import NodeSplit
-from primerl_hpc.plan.types import ComponentPlan
 
 _GPUS = re.compile(r"gpu(?::[A-Za-z][^:]*)?(?::(\d+))?")
 

@@ -17,7 +17,7 @@ from primerl_hpc.cluster.site_schema import SharedCache
 from primerl_hpc.common import env
 from primerl_hpc.common.names import Role
 from primerl_hpc.plan.engine_env import engine_env
-from primerl_hpc.plan.types import PhasePlan, ProcessPlan
+from primerl_hpc.plan.plan import PhasePlan, ProcessPlan
 from primerl_hpc.recipe.schema.recipe import Recipe
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

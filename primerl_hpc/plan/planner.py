@@ -26,11 +26,11 @@ from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.degrees import resolve_degrees
 from primerl_hpc.plan.env import inherited_env, kept_env, process_env, readers_env, secret_env
 from primerl_hpc.plan.env_servers import resolve_servers
+from primerl_hpc.plan.plan import ComponentPlan, NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.hardware import FP8_NEEDS, fp8_modes, gpu_spec, is_known_gpu
 from primerl_hpc.plan.preflight import TRAINERS, binding_plan, phases_preflight
 from primerl_hpc.plan.split import NodeSplit, Placement, split
-from primerl_hpc.plan.types import ComponentPlan, NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.rundir import RunDir
 

@@ -13,7 +13,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.plan.components import gpus_to_check
 from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.env import network_variables
-from primerl_hpc.plan.types import (
+from primerl_hpc.plan.plan import (
     BindingPlan,
     ComponentPlan,
     OnExit,

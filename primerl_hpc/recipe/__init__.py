@@ -2,5 +2,6 @@
 
 Reading order: schema (the blocks and the checks across them), sampling_rules, schedules → load (YAML to `Recipe`) →
 resolve, hub (names to files) → custom_code → explain → sft (rows of demonstrations) → renderer → control_tokens,
-stop_tokens → chatml, literal_renderer → chat_template (the tokenizer's own template).
+stop_tokens → chatml, literal_renderer → template_settings → template_comparison (a renderer against the tokenizer's own
+chat template).
 """

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import renderers as R
 from pydantic import ConfigDict, TypeAdapter
 
-from primerl_hpc.recipe.chat_template.template_settings import check_template_kwargs
 from primerl_hpc.recipe.control_tokens import LiteralTokenizer
 from primerl_hpc.recipe.stop_tokens import engine_stop_ids, without_final_stops
+from primerl_hpc.recipe.template_settings import check_template_kwargs
 
 
 class LiteralConfig(R.BaseRendererConfig):

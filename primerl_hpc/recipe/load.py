@@ -4,7 +4,7 @@
     loaded.recipe.max_steps, loaded.document.origins["max_steps"]         # 5, '--set'
 
 Build a recipe with `validate_recipe` (from a document, with file and line in errors) or `parse_recipe` (from plain
-values): `Recipe.model_validate` alone does not run the checks across blocks. `plan.types.load_plan` runs them too.
+values): `Recipe.model_validate` alone does not run the checks across blocks. `plan.plan.load_plan` runs them too.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ def resolve_recipe_path(name: str) -> Path:
     try:
         return find_asset("recipes", name.removeprefix("recipes/"))
     except NotFoundError as error:
+        if path.suffix in (".yaml", ".yml") and error.hint.startswith("known:"):
+            raise NotFoundError(
+                f"there is no file {path.absolute()}",
+                hint="give the path of a recipe, or the name of a shipped one, such as reverse_text/tiny",
+            ) from None
         raise NotFoundError(f"there is no recipe '{name}'", hint=error.hint) from None
 
 
@@ -126,6 +131,10 @@ def _load_with_bases(path: Path, seen: tuple[Path, ...]) -> Document:
         chain = " → ".join(str(file) for file in (*seen, path.resolve()))
         raise ConfigError(f"recipes must not be their own base: {chain}", location=str(path))
     document = load_yaml(path)
+    if "scheduler" in document.values and "kind" not in document.values:
+        raise ConfigError(
+            "this is a cluster profile, not a recipe", location=str(path), hint="give it with -p"
+        )
     bases = document.values.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):

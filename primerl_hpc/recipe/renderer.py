@@ -23,6 +23,8 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 """Special tokens of renderer ``chatml``: start and end of a message."""
 WITHOUT_TOOLS = ("chatml",)
 """Names of renderers that do not render tools."""
+COMPARISON = "primerl_hpc.recipe.template_comparison:compare"
+"""Function that compares a renderer with the chat template, in an interpreter that has both."""
 LITERAL = "primerl_hpc.recipe.literal_renderer.LiteralRenderer"
 
 

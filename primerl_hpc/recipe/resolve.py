@@ -234,8 +234,8 @@ def _check_config(path: Path, location: str) -> None:
         raise NotFoundError(
             f"model folder {path} does not exist",
             location=location,
-            hint="give a folder with config.json and safetensors, or a hub id (owner/name); tools/tiny-model "
-            "makes a tiny model",
+            hint="give a folder with config.json and safetensors, relative to the current folder, or a hub id "
+            "(owner/name); tools/tiny-model makes a tiny model",
         )
     if not (path / "config.json").is_file():
         raise DataError(
@@ -293,7 +293,7 @@ def _resolve_data(
             raise NotFoundError(
                 f"dataset {found} does not exist",
                 location=context.document.location((*path, "path")),
-                hint="give a file, a folder, or a hub id (owner/name)",
+                hint="give a file or a folder, relative to the current folder, or a hub id (owner/name)",
             )
         count = min(data.num_rows or CHECKED_ROWS, CHECKED_ROWS)
         check_rows(found, count, model.renderer.name, data.split, sft.ignored_keys)

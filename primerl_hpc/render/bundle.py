@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from primerl_hpc.plan.types import BUNDLE_MANIFEST, BundlePlan
+from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BundlePlan
 from primerl_hpc.render.engine import quote_word, render_template
 
 UNPACK_SCRIPT = "unpack-bundle.sh"
@@ -32,7 +32,8 @@ def shell_folder(scratch: str | None) -> str:
     A variable that is not set on the node ends the script with a message.
     """
     if scratch is None:
-        return '"${TMPDIR:-/tmp}"'
+        # TMPDIR of the submitting shell need not exist on this node
+        return '"$([ -w "${TMPDIR:-}" ] && echo "$TMPDIR" || echo /tmp)"'
     text, home = (scratch[1:], '"$HOME"') if scratch == "~" or scratch.startswith("~/") else (scratch, "")
     parts, end = [home], 0
     for match in _VARIABLE.finditer(text):

@@ -20,12 +20,14 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.common.package import PACKAGE_ZIP, is_in_user_site
 from primerl_hpc.plan.container import batch_options
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.render.bundle import UNPACK_SCRIPT
 from primerl_hpc.render.engine import ShellText, quote_word, render_template
 from primerl_hpc.render.lint import check_script, is_complete
 from primerl_hpc.render.requests import Request, requests_of, type_request, with_walltimes
 
+SETUP_SCRIPT = "setup.sh"
+"""File in the run's folder ``launch`` with the functions around setup lines."""
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}  # units of --mem; the default is M
 
 
@@ -73,6 +75,11 @@ def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: s
     return _render("engines.sbatch", one, profile, python, package_root, **more)
 
 
+def render_setup(profile: Profile) -> str:
+    """Return the file that scripts with setup lines source."""
+    return render_template(f"{SETUP_SCRIPT}.j2", first=own_templates(profile))
+
+
 def _share_of_node(scheduler: Scheduler, node: Node, gpus: int) -> tuple[Scheduler, Node]:
     """Return the request for ``gpus`` GPUs of a node with their share of its cores and memory, if that is known."""
     part, per_gpu = gpus / node.gpus, scheduler.per_gpu
@@ -113,6 +120,7 @@ def _render(
         "module_lines": module_lines(profile.software),
         "early_steps": setup_steps(profile.software.early_lines),
         "setup_steps": setup_steps(profile.software.setup_lines),
+        "setup_script": _in_run(f"launch/{SETUP_SCRIPT}"),
         "batch_options": batch_options(profile.software.default.container),
         "reports_setup": script_name == "job.sbatch",
         "python": ShellText('"$bundle/bin/python"') if plan.bundle is not None else python,

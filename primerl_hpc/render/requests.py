@@ -12,7 +12,7 @@ from primerl_hpc.cluster.limits import shortest_time, walltime
 from primerl_hpc.cluster.node_types import Node, NodeType
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from primerl_hpc.common import env
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Kind
-from primerl_hpc.plan.bench import BenchRequest
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.bench_plans import BenchRequest
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.torchrun import run_torchrun
 

@@ -70,9 +70,7 @@ def serve(role: RoleProcess) -> None:
             from verifiers.v1.serve import serve_env
         from primerl_hpc.envs.curve import serve_with_curve
         from primerl_hpc.envs.serving.in_process import track_servers
-        from primerl_hpc.envs.serving.lookups import remember_lookups
         from primerl_hpc.envs.serving.server import adapt_server
-        from primerl_hpc.envs.serving.short_calls import run_short_calls_inline
         from primerl_hpc.envs.serving.token_client import use_token_client
         from primerl_hpc.envs.serving.tokenizers import load_tokenizers
         from primerl_hpc.envs.tasks import resolve_environment
@@ -81,8 +79,6 @@ def serve(role: RoleProcess) -> None:
         use_working_folder(scratch)
         trust_run(keys)
         adapt_server()
-        remember_lookups()
-        run_short_calls_inline()
         track_servers()
         use_token_client(keys)
         serve_with_curve(keys.curve("env_server"), key_variables(role.recipe), role.phase.num_ranks)

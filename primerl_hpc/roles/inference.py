@@ -10,7 +10,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.common.node.compile_caches import kept_caches
 from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.inference.stores import secure_stores
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.roles.start import RoleProcess, start_role
 

@@ -21,7 +21,7 @@ from primerl_hpc.inference.load.client import LoadClient
 from primerl_hpc.inference.load.levels import draw_requests, measure_levels, run_closed
 from primerl_hpc.orchestrator.event_loop import run_until_done
 from primerl_hpc.orchestrator.setup import RouterAddress, make_fleet, wait_for_peers
-from primerl_hpc.plan.bench import LoadRequest
+from primerl_hpc.plan.bench_plans import LoadRequest
 from primerl_hpc.roles.start import RoleProcess, start_role
 from primerl_hpc.run.access.keys import run_keys
 

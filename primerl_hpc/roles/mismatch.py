@@ -1,11 +1,11 @@
-"""Measure mismatch KL between vLLM's engine and the trainer: ``python -m primerl_hpc.roles.mismatch STEP FOLDER``.
+"""Measure mismatch KL between vLLM's engine and the trainer.
 
-`launch/doctor/mismatch.py` starts one process for each step, so that the device's memory is free for the next one. Each
-reads FOLDER/request.json and writes one file to FOLDER:
+`launch/doctor/mismatch.py` calls each step in a process of its own (`common/interpreters.py`), so that the device's
+memory is free for the next one:
 
-- ``types``: the device and its data types, to types.json;
-- ``sample``: tokens that the engine generates with the arguments of a run, and their log-probabilities, to sample.json;
-- ``compare``: the trainer's log-probabilities of the same tokens, as mismatch KL, to result.json.
+- `data_types`: the device and its data types;
+- `sample`: tokens that the engine generates with the arguments of a run, and their log-probabilities;
+- `compare`: the trainer's log-probabilities of the same tokens, as mismatch KL.
 
 Prompts are sentences if the model has a tokenizer, otherwise random tokens. Temperature is 1.
 """
@@ -13,16 +13,12 @@ Prompts are sentences if the model has a tokenizer, otherwise random tokens. Tem
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from primerl_hpc.common.errors import PrimerlError
-from primerl_hpc.common.files import read_json, write_json
-from primerl_hpc.common.node.exiting import exit_process
+from primerl_hpc.common.files import read_json
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 
@@ -47,17 +43,17 @@ def accelerator() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def data_types(model: Path) -> dict[str, Any]:
+def data_types(model: str) -> dict[str, Any]:
     """Return the device and the types that it computes: vLLM's CPU kernels take layers with state in bfloat16 only."""
     import torch
 
-    from primerl_hpc.transport.base_models.families import STATEFUL
+    from primerl_hpc.common.model_families import family_of
 
     if accelerator() == "gpu":
         has_bfloat16 = torch.cuda.get_device_capability()[0] >= FIRST_WITH_BFLOAT16
         names = DTYPES if has_bfloat16 else DTYPES[1:]
         return {"accelerator": "gpu", "device": torch.cuda.get_device_name(), "dtypes": names}
-    has_state = read_json(model / "config.json").get("model_type") in STATEFUL
+    has_state = family_of(read_json(Path(model, "config.json")).get("model_type")).has_state
     return {"accelerator": "cpu", "device": "cpu", "dtypes": DTYPES[:1] if has_state else DTYPES}
 
 
@@ -141,8 +137,8 @@ def sample(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def compare(request: dict[str, Any], sampled: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield mean and maximum of the mismatch KL for each entry of ``float32``."""
+def compare(request: dict[str, Any], sampled: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return mean and maximum of the mismatch KL for each entry of ``float32``."""
     import torch
     import torch.distributed as dist
 
@@ -153,17 +149,14 @@ def compare(request: dict[str, Any], sampled: list[dict[str, Any]]) -> Iterator[
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
     device = torch.device("cuda" if on_gpu else "cpu")
+    rows = []
     for names in request["float32"]:
         recipe = recipe_of(request, names)
         world = make_world(recipe.layout.trainer, device, local_rank=0, local_size=1)
         values = torch.cat(trainer_kl(recipe, world, sampled))
-        yield {
-            "dtype": request["dtype"],
-            "float32": names,
-            "tokens": values.numel(),
-            "mismatch_kl": float(values.mean()),
-            "mismatch_kl_max": float(values.max()),
-        }
+        figures = {"mismatch_kl": float(values.mean()), "mismatch_kl_max": float(values.max())}
+        rows.append({"dtype": request["dtype"], "float32": names, "tokens": values.numel(), **figures})
+    return rows
 
 
 def trainer_kl(recipe: Recipe, world: Any, sampled: list[dict[str, Any]]) -> list[Any]:
@@ -174,10 +167,10 @@ def trainer_kl(recipe: Recipe, world: Any, sampled: list[dict[str, Any]]) -> lis
     import torch
 
     from primerl_hpc.trainer.batch import make_batch
-    from primerl_hpc.trainer.losses.components import mismatch_kl
+    from primerl_hpc.trainer.losses.step_loss import mismatch_kl
     from primerl_hpc.trainer.model.policy import build_policy
     from primerl_hpc.trainer.parallel.fsdp import reshard
-    from primerl_hpc.transport.rollouts.types import MicroBatch
+    from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
     policy = build_policy(recipe, Path(recipe.model.name), world)
     found = []
@@ -202,24 +195,3 @@ def trainer_kl(recipe: Recipe, world: Any, sampled: list[dict[str, Any]]) -> lis
         reshard(policy)
         found.append(mismatch_kl(logprobs_of_trainer, batch.inference_logprobs).double().cpu())
     return found
-
-
-def main(argv: list[str]) -> int:
-    step, folder = argv[1], Path(argv[2])
-    request = read_json(folder / "request.json")
-    try:
-        if step == "types":
-            write_json(folder / "types.json", data_types(Path(request["model"])))
-        elif step == "sample":
-            write_json(folder / "sample.json", sample(request))
-        else:
-            sampled = read_json(folder / "sample.json")
-            write_json(folder / "result.json", list(compare(request, sampled)))
-    except PrimerlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv))

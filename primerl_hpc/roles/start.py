@@ -21,7 +21,7 @@ from primerl_hpc.common.log import change_logging, dump_stacks_on_signal, setup_
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.common.package import check_package
-from primerl_hpc.plan.types import PhasePlan, Plan, load_plan
+from primerl_hpc.plan.plan import PhasePlan, Plan, load_plan
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.access.ownership import check_own
 from primerl_hpc.run.rundir import RunDir

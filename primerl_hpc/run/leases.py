@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from pathlib import Path
 
 from primerl_hpc.common.files import write_text
+from primerl_hpc.common.locks import is_stale
 
 LEASE_S = 600.0
 LEASE_REFRESH_S = 120.0
@@ -35,12 +35,9 @@ def make_lease(path: Path, reader: str) -> Path:
 def is_leased(path: Path) -> bool:
     """True if ``path`` has a valid lease. Leases older than ``LEASE_S`` are removed: their readers died."""
     for lease in (path.parent / ".leases").glob(f"{path.name}.*"):
-        try:
-            if time.time() - lease.stat().st_mtime < LEASE_S:
-                return True
-            lease.unlink(missing_ok=True)
-        except FileNotFoundError:
-            continue
+        if not is_stale(lease, LEASE_S):
+            return True
+        lease.unlink(missing_ok=True)
     return False
 
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from primerl_hpc.common.errors import OccupiedError
 from primerl_hpc.common.files import create_exclusive, read_json_or_none
+from primerl_hpc.common.locks import is_stale, take_exclusive
 from primerl_hpc.common.safety.decoding import parse_json
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.slurm.jobs import is_job_over
 
 STALE_AFTER_S = 90.0
@@ -44,10 +46,7 @@ def is_owner_alive(owner: dict[str, Any] | None, path: Path) -> bool:
     if owner is not None and owner.get("host") == socket.gethostname():
         started = process_start_time(int(owner["pid"]))
         return started is not None and started == owner.get("started")
-    try:
-        return time.time() - path.stat().st_mtime < STALE_AFTER_S
-    except FileNotFoundError:
-        return False
+    return not is_stale(path, STALE_AFTER_S)
 
 
 def is_owner_over(owner: dict[str, Any] | None, own: dict[str, Any] | None = None) -> bool:
@@ -95,9 +94,8 @@ class SupervisorLock:
         """True if an owner on another host touches the lock within `WATCH_S`, measured by this process's clock."""
         if owner is not None and owner.get("host") == socket.gethostname():
             return False
-        before, deadline = self._touched_at(), time.monotonic() + WATCH_S
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
+        before = self._touched_at()
+        for _ in Polling(WATCH_S, 0.2):
             if (now := self._touched_at()) != before:
                 return now is not None
         return False
@@ -111,10 +109,7 @@ class SupervisorLock:
     def _break_stale(self, owner: dict[str, Any] | None) -> None:
         """Remove the lock of a dead owner. A second lock file prevents two processes from doing so at the same time."""
         breaker = self.path.with_name(f".{self.path.name}.breaking")
-        if not create_exclusive(breaker, str(os.getpid())):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - breaker.stat().st_mtime > STALE_AFTER_S:
-                    breaker.unlink()
+        if not take_exclusive(breaker, STALE_AFTER_S):
             time.sleep(0.2)
             return
         try:

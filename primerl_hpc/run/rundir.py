@@ -70,6 +70,20 @@ class RunDir:
         return self.root / "launch"
 
     @property
+    def job_script(self) -> Path:
+        return self.launch / "job.sbatch"
+
+    @property
+    def engines_script(self) -> Path:
+        """The job array of elastic engines; exists if the run has any."""
+        return self.launch / "engines.sbatch"
+
+    @property
+    def export_script(self) -> Path:
+        """The export after the run; exists if the recipe has ``after.export``."""
+        return self.launch / "export.sbatch"
+
+    @property
     def code(self) -> Path:
         """Copies of the code that the run executes, numbered; see `launch.code.keep`."""
         return self.root / "code"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.slurm.command_lines import queue_command, rows_of, topology_command
 from primerl_hpc.slurm.commands import retry_slurm, run_slurm
 from primerl_hpc.slurm.topology import by_switch, parse_topology

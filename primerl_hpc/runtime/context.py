@@ -17,7 +17,7 @@ from typing import Any
 from primerl_hpc.common.errors import TimeoutWaitingError
 from primerl_hpc.common.files import create_exclusive, is_there, read_json_or_none
 from primerl_hpc.common.waiting import in_daemon_thread
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files.journal import Journal
 from primerl_hpc.slurm.commands import seconds_left
@@ -44,9 +44,8 @@ class JobClock:
         """Ask SLURM when the job ends: its limit may have changed. Without an answer the known end stays."""
         assert self.job_id is not None
         if self.questions is not None:
-            deadline = time.monotonic() + NOTE_S
             with contextlib.suppress(OSError, TimeoutWaitingError):
-                await in_daemon_thread(self.questions.note, may_wait=lambda: time.monotonic() < deadline)
+                await in_daemon_thread(self.questions.note, limit_s=NOTE_S)
         if (left_s := await seconds_left(self.job_id)) is not None:
             self._set_end(time.monotonic() + left_s)
 

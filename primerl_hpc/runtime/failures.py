@@ -17,9 +17,9 @@ from typing import Any
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.files import names_in, read_json_or_none, write_json
 from primerl_hpc.common.safety.error_text import MAX_CHARS, cut_middle, last_error, without_native_frames
-from primerl_hpc.plan.types import ProcessPlan
+from primerl_hpc.plan.plan import ProcessPlan
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.types import ExitStatus, Launch
+from primerl_hpc.runtime.step import ExitStatus, Launch
 
 LAST_LINES = 40
 REPORT_LINES = 2000

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from primerl_hpc.common.errors import ExitCode, SchedulerError, TimeoutWaitingError
 from primerl_hpc.common.names import Kind, Role, RunState, process_name
 from primerl_hpc.common.waiting import TransientIOErrors, in_daemon_thread
-from primerl_hpc.plan.types import OnExit, PhasePlan
+from primerl_hpc.plan.plan import OnExit, PhasePlan
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.runtime.context import RunContext
 from primerl_hpc.runtime.files.journal import run_directory_errors
@@ -26,10 +26,9 @@ from primerl_hpc.runtime.job.walltime import RESERVE_S, WalltimeWatch
 from primerl_hpc.runtime.phase_files import PhaseFiles, Seen
 from primerl_hpc.runtime.policy import Action, PhasePolicy
 from primerl_hpc.runtime.process_state import ProcessState, server_urls
-from primerl_hpc.runtime.steps.base import Step
+from primerl_hpc.runtime.step import ExitStatus, Launch, PhaseEnd, Step
 from primerl_hpc.runtime.steps.local import LocalStep, end_orphans
 from primerl_hpc.runtime.steps.srun import SrunStep
-from primerl_hpc.runtime.types import ExitStatus, Launch, PhaseEnd
 from primerl_hpc.runtime.watchdog import HealthWatch, StallClock, suspect
 from primerl_hpc.slurm.commands import UnansweredError
 
@@ -146,6 +145,7 @@ class PhaseRun:
 
     async def _poll(self) -> PhaseEnd | None:
         """Handle exits, readiness, hangs, elastic engines and stop requests; return how the phase ended, if it did."""
+        # exits first: what follows reads files, which may take long
         self._record_exits()
         for process in self.processes.values():
             is_due = process.ended is not None and time.monotonic() >= process.decide_at
@@ -154,9 +154,11 @@ class PhaseRun:
         if not self.journal.is_settled:
             # the endpoints of exited processes are deleted before their successors start
             await self._read(self.journal.catch_up)
+        # before anything is started: all processes that could write steps have ended
         if self.recovery is not None:
             await self._drop_lost_steps(*self.recovery)
         is_stopping = self.stop_deadline is not None
+        # one visit of a thread for all files: a slow filesystem costs one wait, not one for each process
         seen = await self._read(partial(self.files.look, self.processes, is_stopping=is_stopping))
         for process in self.processes.values():
             await self._check_process(process, seen)
@@ -216,6 +218,7 @@ class PhaseRun:
             process.decide_at = time.monotonic() + ASK_AGAIN_S
             return None
         process.ended = None
+        # the phase cannot end well without this process, and there is no node to start it on: a requeue gets others
         if is_lost and self.is_out_of_nodes and process.ends_phase:
             return PhaseEnd.ABANDONED
         decision = self.policy.on_exit(name, replace(found.end, is_lost=is_lost))
@@ -223,6 +226,7 @@ class PhaseRun:
         if decision.action in (Action.FAIL, Action.RECOVER) and is_preempted:
             return PhaseEnd.ABANDONED
         is_fault = decision.action in (Action.FAIL, Action.RECOVER)
+        # a full disk is the cause of most errors that follow from it, and a recovery would meet it again
         full = await self._read(self.journal.reserve.why_full) if is_fault else None
         match decision.action:
             case Action.RESTART if is_lost and self.is_out_of_nodes:
@@ -234,6 +238,7 @@ class PhaseRun:
                 return PhaseEnd.DONE
             case Action.PHASE_STOPPED:
                 return PhaseEnd.DONE if self.walltime.is_goal_reached else PhaseEnd.STOPPED
+            # while the run stops, there is no time for a recovery: the next attempt starts at the same checkpoint
             case Action.RECOVER if self.stop_deadline is None and full is None:
                 await self._recover(fault, decision.delay_s)
             case Action.FAIL | Action.RECOVER:
@@ -362,7 +367,8 @@ class PhaseRun:
         """``request``: control/stop, if it exists."""
         is_requested, request = request is not None, request or {}
         if is_requested and self.stop_deadline is None:
-            self._begin_stop(request.get("reason"), max(STOP_LIMIT_S, self.walltime.deadline.need_s))
+            limit_s = max(STOP_LIMIT_S, self.walltime.deadline.need_s)
+            self._begin_stop(request.get("reason"), limit_s, saves=not request.get("now"))
         if self.abort_immediately or request.get("now"):
             return PhaseEnd.ABANDONED
         can_save = any(process.plan.role in (Role.TRAINER, Role.SFT) for process in self.processes.values())
@@ -375,7 +381,7 @@ class PhaseRun:
             return PhaseEnd.ABANDONED
         return None
 
-    def _begin_stop(self, reason: str | None, limit_s: float) -> None:
+    def _begin_stop(self, reason: str | None, limit_s: float, *, saves: bool = True) -> None:
         """Give the save ``limit_s``, but not the time that the end of the job needs."""
         limit_s = min(limit_s, max(TERM_LIMIT_S, self.context.clock.seconds_left() - RESERVE_S))
         limit_s = limit_s if math.isfinite(limit_s) else STOP_LIMIT_S
@@ -385,7 +391,7 @@ class PhaseRun:
             return
         self.stop_deadline = deadline
         self.journal.set_state(RunState.STOPPING)
-        details = {"reason": reason, "limit_s": round(limit_s), **self.walltime.as_details()}
+        details = {"reason": reason, "saves": saves, "limit_s": round(limit_s), **self.walltime.as_details()}
         self.journal.record("stop_requested", **details)
 
     def _is_recovering(self) -> bool:

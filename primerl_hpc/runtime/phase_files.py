@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.run.endpoints import ControlWatch, EndpointWatch, take_restart_request
 from primerl_hpc.runtime.context import RunContext
-from primerl_hpc.runtime.elastic.members import ElasticEngines
+from primerl_hpc.runtime.elastic_members import ElasticEngines
 from primerl_hpc.runtime.failures import (
     delete_earlier_reports,
     describe_failure,
@@ -28,9 +28,8 @@ from primerl_hpc.runtime.failures import (
 )
 from primerl_hpc.runtime.policy import ProcessExit
 from primerl_hpc.runtime.process_state import ProcessState
+from primerl_hpc.runtime.step import ExitStatus, Launch, Step
 from primerl_hpc.runtime.step_history import ProgressWatch, StepHistory, rewind_phase
-from primerl_hpc.runtime.steps.base import Step
-from primerl_hpc.runtime.types import ExitStatus, Launch
 
 CONTROL_S = 0.5
 """Interval between looks for requests and endpoints shortly after a change."""

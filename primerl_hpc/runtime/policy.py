@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.plan.types import OnExit, PhasePlan
+from primerl_hpc.plan.plan import OnExit, PhasePlan
 
 RESTARTS_WITHOUT_PROGRESS = 3
 """Restarts of one process that are allowed while the run finishes no new step."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.names import Role
-from primerl_hpc.plan.types import OnExit, ProcessPlan
+from primerl_hpc.plan.plan import OnExit, ProcessPlan
 from primerl_hpc.runtime.files.journal import Journal
-from primerl_hpc.runtime.steps.base import Step
-from primerl_hpc.runtime.types import ExitStatus, Launch
+from primerl_hpc.runtime.step import ExitStatus, Launch, Step
 
 SERVERS = (Role.INFERENCE, Role.PREFILL, Role.ROUTER, Role.TEACHER, Role.JUDGE)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.names import Kind
-from primerl_hpc.plan.types import PhasePlan, Plan
+from primerl_hpc.plan.plan import PhasePlan, Plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.scores import drop_scores_after, is_evaluated
 from primerl_hpc.run.step_dirs import STABLE

@@ -33,7 +33,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.common.package import code_name
 from primerl_hpc.common.safety.error_text import describe_error
 from primerl_hpc.common.waiting import IO_RETRY_LIMIT_S, in_daemon_thread
-from primerl_hpc.plan.types import load_plan, with_interpreter
+from primerl_hpc.plan.plan import load_plan, with_interpreter
 from primerl_hpc.run.access.ownership import check_own, set_safe_umask
 from primerl_hpc.run.lock import TOUCH_EVERY_S
 from primerl_hpc.run.rundir import RunDir
@@ -53,11 +53,11 @@ from primerl_hpc.runtime.job.no_proxy import addresses_of, no_proxy_variables
 from primerl_hpc.runtime.job.nodes import Nodes
 from primerl_hpc.runtime.job.requeue import WALLTIME
 from primerl_hpc.runtime.phase import PhaseRun
+from primerl_hpc.runtime.step import Continuation, PhaseEnd
 from primerl_hpc.runtime.step_history import is_phase_done, next_start, rewind_phase
 from primerl_hpc.runtime.steps.bundle import remove_bundle
 from primerl_hpc.runtime.steps.guard import PR_SET_CHILD_SUBREAPER, children_of, end_descendants, prctl
 from primerl_hpc.runtime.steps.limits import raise_limits
-from primerl_hpc.runtime.types import Continuation, PhaseEnd
 from primerl_hpc.slurm.command_lines import cancel_command
 from primerl_hpc.slurm.commands import run_slurm
 from primerl_hpc.slurm.question_floor import QuestionFloor

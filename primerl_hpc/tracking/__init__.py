@@ -6,5 +6,5 @@ target that is slow, offline or down does not affect the run. The role ``tracker
 
 Reading order: base (rows, tables, the protocol of targets), stream (numbers the rows of a run, each exactly once),
 samples (tables of rollouts), targets (name → sources and class), relay (the loop), sync (the same from a login node);
-then the targets: wandb, prime, mlflow, trackio, tensorboard; bench (the result of a benchmark).
+then the targets: wandb, prime, mlflow, trackio, tensorboard; bench_result (the result of a benchmark).
 """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.transport.rollouts.types import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 COMPONENTS = ("rl", "ce", "ref_kl")
 """Components of the loss; each token has a weight in each."""

@@ -19,15 +19,15 @@ import transformers
 
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.plan.bench import TOKEN_IDS, BenchRequest
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.bench_plans import TOKEN_IDS, BenchRequest
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer import rl_loop as rl
 from primerl_hpc.trainer import sft_loop as sft
 from primerl_hpc.trainer.checkpoint.saver import Saver
-from primerl_hpc.trainer.colocation.turns import AlwaysOnDevice
 from primerl_hpc.trainer.control import StepFiles
+from primerl_hpc.trainer.device_turns import AlwaysOnDevice
 from primerl_hpc.trainer.main import main
 from primerl_hpc.trainer.model.load import has_weights
 from primerl_hpc.trainer.perf import peak_flops, peak_memory
@@ -37,7 +37,7 @@ from primerl_hpc.trainer.sft.tokens import SFTSample
 from primerl_hpc.trainer.train_step import StepResult, Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.publisher import make_publisher
-from primerl_hpc.transport.rollouts.types import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 NUM_ROWS = 4096  # of the synthetic dataset
 PARTS = {

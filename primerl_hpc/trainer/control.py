@@ -23,7 +23,7 @@ from primerl_hpc.run.endpoints import ControlWatch, publish_start
 from primerl_hpc.run.rundir import GOAL, RunDir
 from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, broadcast_from_rank0
-from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver
+from primerl_hpc.transport.rollouts.micro_batch import RolloutReceiver
 
 WAIT_ROUND_S = 5.0  # waiting ranks exchange a result this often, so that no collective times out
 FIRST_POLL_S, BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.25, 4.0
@@ -59,7 +59,7 @@ class Requests(IntEnum):
         return self <= Requests.RETRY
 
 
-def wait_for_batch(run: RunDir, receiver: FilesystemReceiver, step: int, world: World) -> Next:
+def wait_for_batch(run: RunDir, receiver: RolloutReceiver, step: int, world: World) -> Next:
     """Wait until batch ``step`` exists, or a request comes first. Collective, no time limit."""
     wait = _Wait(run, receiver, step)
     while True:
@@ -71,7 +71,7 @@ def wait_for_batch(run: RunDir, receiver: FilesystemReceiver, step: int, world: 
 class _Wait:
     """Looks for a batch and for requests, rarely in a long wait."""
 
-    def __init__(self, run: RunDir, receiver: FilesystemReceiver, step: int) -> None:
+    def __init__(self, run: RunDir, receiver: RolloutReceiver, step: int) -> None:
         self.run, self.receiver, self.step = run, receiver, step
         self.control = ControlWatch(run)
         self.began, self.poll_s = time.monotonic(), FIRST_POLL_S

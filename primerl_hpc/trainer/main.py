@@ -30,7 +30,7 @@ from primerl_hpc.common.node.exiting import exit_process
 from primerl_hpc.common.node.start_phases import own_phases
 from primerl_hpc.common.node.transformers_folders import read_models_once
 from primerl_hpc.common.safety.error_text import describe_error
-from primerl_hpc.plan.types import PhasePlan, load_plan
+from primerl_hpc.plan.plan import PhasePlan, load_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.control import write_error, write_outcome
 from primerl_hpc.trainer.perf import memory_snapshots

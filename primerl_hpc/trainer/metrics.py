@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primerl_hpc.trainer.batch import COMPONENTS, TokenBatch
-from primerl_hpc.trainer.losses.components import mismatch_kl
+from primerl_hpc.trainer.losses.step_loss import mismatch_kl
 
 ZERO_GRADIENTS = "optim/zero_grad_ratio"
 _SQUARE = "/square"  # end of the name of a sum of squares, from which `means` derives the standard deviation

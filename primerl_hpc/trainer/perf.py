@@ -24,7 +24,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.batch import predicted_tokens
 from primerl_hpc.trainer.model.families import head_dims, head_weight, num_routed_experts
 from primerl_hpc.trainer.model.policy import Policy
-from primerl_hpc.transport.rollouts.types import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 log = logging.getLogger("primerl_hpc.trainer")
 MAX_SNAPSHOTS = 4

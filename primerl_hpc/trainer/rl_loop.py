@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from primerl_hpc.common.errors import RoleError
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
@@ -24,7 +24,6 @@ from primerl_hpc.trainer.checkpoint.checkpoint import (
     prune_checkpoints,
 )
 from primerl_hpc.trainer.checkpoint.saver import Saver
-from primerl_hpc.trainer.colocation.turns import AlwaysOnDevice, make_turns
 from primerl_hpc.trainer.control import (
     Next,
     Requests,
@@ -35,6 +34,7 @@ from primerl_hpc.trainer.control import (
     take_full_version_request,
     wait_for_batch,
 )
+from primerl_hpc.trainer.device_turns import AlwaysOnDevice, make_turns
 from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, broadcast_from_rank0
 from primerl_hpc.trainer.train_step import StepResult, Trainer, build_trainer
@@ -42,6 +42,7 @@ from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.filesystem import has_full_version
 from primerl_hpc.trainer.weights.publisher import Publisher, make_publisher
 from primerl_hpc.transport.rollouts.filesystem import LAG_S, FilesystemReceiver
+from primerl_hpc.transport.rollouts.micro_batch import RolloutReceiver
 from primerl_hpc.transport.weights.best import BestVersions
 from primerl_hpc.transport.weights.delta import prune_chains
 
@@ -150,7 +151,7 @@ def resume(run: RunDir, trainer: Trainer, publisher: Publisher) -> int:
     return step
 
 
-def train_batch(trainer: Trainer, receiver: FilesystemReceiver, step: int) -> tuple[StepResult, float]:
+def train_batch(trainer: Trainer, receiver: RolloutReceiver, step: int) -> tuple[StepResult, float]:
     started = time.perf_counter()
     received = receiver.receive(step, trainer.world.data_rank, timeout_s=LAG_S)
     if received is None:
@@ -181,7 +182,7 @@ def make_best(run: RunDir, recipe: Recipe) -> BestVersions | None:
 
 
 def clean_up(
-    run: RunDir, recipe: Recipe, receiver: FilesystemReceiver, step: int, best: BestVersions | None = None
+    run: RunDir, recipe: Recipe, receiver: RolloutReceiver, step: int, best: BestVersions | None = None
 ) -> None:
     """Delete batches before this one, old checkpoints and old policy versions."""
     receiver.forget(step - 1)

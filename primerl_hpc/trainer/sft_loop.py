@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.sft import SFT, SFTData
@@ -38,7 +38,7 @@ from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, pack_sam
 from primerl_hpc.trainer.train_step import Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.filesystem import has_full_version, publish_policy
-from primerl_hpc.transport.rollouts.types import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 SIDES = ("trainer",)
 LOG_INTERVAL_S = 2.0  # tiny models make many steps per second; at most one console line per interval

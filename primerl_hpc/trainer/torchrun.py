@@ -27,7 +27,7 @@ from primerl_hpc.common.errors import ExitCode, PrimerlError, TimeoutWaitingErro
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.node.exiting import exit_process
 from primerl_hpc.common.waiting import wait_until
-from primerl_hpc.plan.types import PhasePlan, ProcessPlan, load_plan
+from primerl_hpc.plan.plan import PhasePlan, ProcessPlan, load_plan
 from primerl_hpc.recipe.schema.training import TrainerConfig
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.access.ownership import check_own
@@ -142,7 +142,7 @@ def run_agent(arguments: list[str]) -> None:
     """
     run_dir, process, *torchrun_arguments = arguments
     if load_plan(RunDir(Path(run_dir))).accelerator == "cpu":
-        from primerl_hpc.trainer.host.forked_ranks import fork_ranks, start_by_fork
+        from primerl_hpc.trainer.forked_ranks import fork_ranks, start_by_fork
 
         number = torchrun_arguments[torchrun_arguments.index("--nproc-per-node") + 1]
         if ranks := fork_ranks(int(number)):

@@ -48,7 +48,7 @@ from primerl_hpc.trainer.perf import FlopCounter, StepProfiler, peak_flops, peak
 from primerl_hpc.trainer.setup import seed_step
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.transport.base_models.staging import local_copy
-from primerl_hpc.transport.rollouts.types import MicroBatch, empty_row
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, empty_row
 
 log = logging.getLogger("primerl_hpc.trainer")
 

@@ -28,6 +28,7 @@ from torch._C import _distributed_c10d
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.run.rundir import RunDir
 
 POLL_S = 1.0
@@ -98,9 +99,8 @@ class Watchdog:
         own_report = report_here(self.rank, self._doing)
         print("\n".join(own_report.stacks), file=sys.__stderr__, flush=True)
         write_json(self.folder / f"rank_{self.rank}.json", asdict(own_report))
-        deadline = time.monotonic() + GRACE_S
-        while len(reports := read_reports(self.folder)) < self.size and time.monotonic() < deadline:
-            time.sleep(POLL_S / 4)
+        polling = Polling(GRACE_S, POLL_S / 4)
+        reports = polling.last(lambda: read_reports(self.folder), lambda found: len(found) >= self.size)
         silent = sorted(set(range(self.size)) - set(reports))
         self.end(f"no progress in {age_s:.0f} s of {own_report.doing}: {verdict(reports, silent)}")
 

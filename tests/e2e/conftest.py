@@ -12,6 +12,7 @@ import pytest
 from primerl_hpc.run.rundir import RunDir
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.helpers import make_tiny_model
+from tests.support.one_rank import one_rank_world
 from tests.support.runs import RL_RECIPE, SFT_RECIPE, TINY, command, kill_processes_of
 
 if TYPE_CHECKING:
@@ -67,14 +68,7 @@ def forked_ranks() -> Iterator[ForkedRanks]:
 @pytest.fixture
 def one_rank() -> Iterator[World]:
     """A trainer in this process."""
-    import torch
-    import torch.distributed as dist
-
-    from primerl_hpc.recipe.schema.layout import TrainerLayout
-    from primerl_hpc.trainer.parallel.mesh import make_world
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
-    dist.destroy_process_group()
+    with one_rank_world() as world:
+        yield world
     gc.unfreeze()
     gc.enable()

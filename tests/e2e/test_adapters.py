@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from primerl_hpc.run.scores import read_scores
 from primerl_hpc.run.step_dirs import STABLE
 from tests.e2e.test_trainer import make_run, sft_recipe
 from tests.support.forked_ranks import ForkedRanks
-from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, captured, make_tiny_model
 from tests.support.hold import Hold
 from tests.support.runs import command, events, process_of, versions_served, wait_for_end, wait_in_run
 
@@ -44,14 +43,11 @@ def test_vllm_finds_a_module_for_every_tensor_of_an_adapter(tmp_path: Path) -> N
         base = tmp_path / family
         run = RunDir(tmp_path / f"{family}-run")
         words += [str(base), str(export_random_adapter(make_base(family, base), base, run, lora))]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "tests.support.vllm_adapter", *words],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -28,6 +28,7 @@ from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.envs.config import environment_of
 from primerl_hpc.envs.tasks import EnvironmentTask, load_tasks
+from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.env_client import (
     EnvServerClient,
@@ -43,7 +44,6 @@ from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.self_teacher import demonstrated_prompt
 from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient, add_samples
 from primerl_hpc.orchestrator.rollouts.trajectories import role_tokens, rollout_of
-from primerl_hpc.orchestrator.types import Rollout, RolloutFailed
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.algorithm import OPSD
 from primerl_hpc.recipe.schema.evaluation import External
@@ -426,9 +426,7 @@ def test_a_server_that_does_not_restart_is_reported(serving: Serving) -> None:
     asyncio.run(check())
 
 
-def test_the_evaluation_server_queries_the_judge_and_leaves_no_files(
-    serving: Serving,
-) -> None:
+def test_the_evaluation_server_queries_the_judge_and_leaves_no_files(serving: Serving) -> None:
     """The engine is also the judge, with random replies."""
     shutil.copy(serving.run.endpoint("inference-0"), serving.run.endpoint("judge-0"))
     serving.start("env_server-1")

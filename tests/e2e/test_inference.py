@@ -39,7 +39,7 @@ from primerl_hpc.trainer.weights.filesystem import publish_policy
 from primerl_hpc.transport.weights.delta import DeltaWeightReader, LinkWriter
 from primerl_hpc.transport.weights.delta_codec import encode
 from primerl_hpc.transport.weights.filesystem import WeightWriter
-from primerl_hpc.transport.weights.types import Source
+from primerl_hpc.transport.weights.sources import Source
 from tests.e2e.test_trainer import rl_recipe
 from tests.support.helpers import make_tiny_model, random_row
 from tests.support.serving import Serving, hf_logprobs, save_variant

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 from tests.support.served_updates import make_model
 
 pytestmark = pytest.mark.e2e
@@ -21,9 +20,7 @@ def test_the_mismatch_of_engine_and_trainer_is_that_of_the_data_type(tmp_path: P
         tmp_path / "model", "cohere2", seed=1
     )  # whose window vLLM reads differently without our options
     command = [sys.executable, "-m", "primerl_hpc", "doctor", "--mismatch", str(tmp_path / "model")]
-    done = subprocess.run(
-        [*command, "--dtype", "float32", "--json"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = captured([*command, "--dtype", "float32", "--json"], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (row,) = found["rows"]

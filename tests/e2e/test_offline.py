@@ -15,7 +15,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, captured, make_tiny_model
 from tests.support.hub import files_of, serve_hub
 from tests.support.runs import TINY, kill_processes_of, told
 
@@ -51,14 +51,8 @@ def primerl(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
     environ |= {"HF_ENDPOINT": hub} if hub else {}
-    return subprocess.run(
-        [*before, sys.executable, "-m", "primerl_hpc", *words],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
+    return captured(
+        [*before, sys.executable, "-m", "primerl_hpc", *words], cwd=folder, env=environ, timeout=PATIENCE_S
     )
 
 

@@ -90,10 +90,7 @@ FUSED = {
 }  # fmt: skip
 """Muon splits fused matrices along each axis: QKV, gate and up; experts and latent attention. Its iteration enlarges
 rounding of small singular values, hence the small rate."""
-PLACES = {
-    "optimizer-offload": {"optimizer_offload": True},
-    "cpu-offload": {"cpu_offload": True},
-}
+PLACES = {"optimizer-offload": {"optimizer_offload": True}, "cpu-offload": {"cpu_offload": True}}
 
 DEEP_EP = {
     "model": "qwen3_moe", "ranks": 2, "trainer": {"param_dtype": "bfloat16"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
@@ -15,7 +14,7 @@ import pytest
 
 from tests.support.expert_updates import LAYOUTS
 from tests.support.fp8_updates import OMITTED, SCHEMES
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 from tests.support.served_updates import BROADCAST, BYPASSES, SERVED, environment, is_updated
 
 pytestmark = pytest.mark.e2e
@@ -47,9 +46,7 @@ def results(
     selected = {parameter_of(item) for item in request.session.items if item.path == request.path}
     cases = [case for case in (*SERVED, *BYPASSES) if case in selected]
     command = [sys.executable, "-m", "tests.support.served_updates", str(folder), *cases]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(folder / "run"), capture_output=True, text=True, check=False
-    )
+    done = captured(command, cwd=ROOT, env=environment(folder / "run"))
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     assert done.returncode == 0, done.stderr[-3000:]
     return {line.pop("case"): line for line in lines}
@@ -93,7 +90,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     command = [sys.executable, "-m", "tests.support.expert_updates", str(folder)]
     with tempfile.TemporaryDirectory() as sockets:  # vLLM leaves them; their paths must be short
         environ = environment(folder / "run") | {"VLLM_RPC_BASE_PATH": sockets}
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        done = captured(command, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
     for file in sorted(folder.glob("*.json")):
@@ -153,7 +150,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     folder = tmp_path_factory.mktemp("quantized")
     command = [sys.executable, "-m", "tests.support.fp8_updates", str(folder)]
     environ = environment(folder / "run") | {"TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    done = captured(command, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = {scheme: {} for scheme in SCHEMES}
     for file in sorted(folder.glob("*.json")):

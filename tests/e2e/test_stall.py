@@ -1,7 +1,4 @@
-"""Training continues while its filesystem does not respond, as far as it needs no new files.
-
-tools/bench/stall.py measures two minutes of SFT.
-"""
+"""Training continues while its filesystem does not respond, as far as it needs no new files."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import argparse
 import shutil
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender
-from primerl_hpc.transport.rollouts.types import StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo
 from tests.support.helpers import (
     PATIENCE_S,
     ROOT,
@@ -35,25 +34,59 @@ from tests.support.helpers import (
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 
 from files_of_run import rl_recipe
-from stall import LIBRARY, measure
 
 STALL_S = 15.0
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_training_continues_while_no_call_in_the_run_directory_returns() -> None:
-    found = measure(argparse.Namespace(checkout=ROOT, stall=STALL_S, around=2.0, interval=10))
-    assert found["steps_in_stall"] >= 3, found
-    assert found["longest_step_in_stall_s"] < 0.8 * STALL_S, found
+def stalled_by(flag: Path, folder: Path) -> dict[str, str]:
+    """Variables of a process whose calls with a path in ``folder`` wait while the file ``flag`` exists."""
+    library = flag.with_suffix(".so")
+    source = ROOT / "tests" / "support" / "stalled_files.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), "STALL_FOLDER": str(folder), "STALL_FLAG": str(flag)}
+
+
+def test_training_continues_while_no_call_in_the_run_directory_returns(tmp_path: Path) -> None:
+    run, flag = RunDir(tmp_path / "run"), tmp_path / "stalled"
+    model = make_tiny_model(tmp_path, rows=300, hidden=64) / "model"
+    recipe = {
+        "kind": "sft",
+        "name": "stall",
+        "model": {"name": str(model), "dtype": "float32", "renderer": {"name": "chatml"}},
+        "seq_len": 128,
+        "max_steps": 100_000,
+        "sft": {"data": {"path": str(model.parent / "sft.jsonl")}, "batch_size": 8},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {"param_dtype": "float32", "activation_checkpointing": "none"},
+        "checkpoint": {"interval": 10, "keep_last": 2},
+    }
+    make_plan(run.root, recipe, processes=[process_plan(Role.SFT)], model_path=model)
+    trainer = start_role(run, "main", "sft-0", **stalled_by(flag, run.root))
+    try:
+        log = (run.attempt_logs(1) / "sft-0.log").read_text
+        wait_for(lambda: len(read_steps(run.metrics("sft"))) >= 10, "the first steps", tell=log)
+        flag.touch()
+        begin = time.time()
+        time.sleep(STALL_S)
+        flag.unlink()
+        end = time.time()
+        run.stop_request.write_text("{}")
+        assert trainer.wait(PATIENCE_S) == 0, log()
+    finally:
+        flag.unlink(missing_ok=True)  # ranks that wait would not end
+        end_role(trainer)
+    steps = read_steps(run.metrics("sft"))
+    assert run.latest_checkpoint() == max(steps)
+    times = [row["time"] for row in steps.values()]
+    assert sum(begin <= time_s <= end for time_s in times) >= 3, times
+    in_stall = [after - before for before, after in pairwise(times) if before <= end and after >= begin]
+    assert max(in_stall) < 0.8 * STALL_S, in_stall
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_rl_trains_on_the_batches_that_are_there_while_its_metrics_cannot_be_written(
-    tmp_path: Path,
-) -> None:
-    run, flag, library = RunDir(tmp_path / "run"), tmp_path / "stalled", tmp_path / "stalled_files.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, LIBRARY, "-ldl"], check=True)
+def test_rl_trains_on_the_batches_that_are_there_while_its_metrics_cannot_be_written(tmp_path: Path) -> None:
+    run, flag = RunDir(tmp_path / "run"), tmp_path / "stalled"
     model = make_tiny_model(tmp_path, rows=100, hidden=32, layers=1) / "model"
     recipe = rl_recipe(model, argparse.Namespace(steps=400, interval=None))
     make_plan(run.root, recipe, processes=[process_plan(Role.TRAINER)], model_path=model)
@@ -61,8 +94,7 @@ def test_rl_trains_on_the_batches_that_are_there_while_its_metrics_cannot_be_wri
     for step in range(1, 401):
         row = random_row(rng, [24, 30])
         sender.send(StepInfo(step=step, env_names=["reverse-text"]), [[row]])
-    variables = {"STALL_FOLDER": str(run.root / "metrics"), "STALL_FLAG": str(flag)}
-    trainer = start_role(run, "main", "trainer-0", LD_PRELOAD=str(library), **variables)
+    trainer = start_role(run, "main", "trainer-0", **stalled_by(flag, run.root / "metrics"))
     try:
         log = (run.attempt_logs(1) / "trainer-0.log").read_text
         wait_for(lambda: read_steps(run.metrics("trainer")), "the first step", tell=log)

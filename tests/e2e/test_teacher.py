@@ -18,7 +18,7 @@ from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from primerl_hpc.transport.weights.types import DeltaChain
+from primerl_hpc.transport.weights.sources import DeltaChain
 from tests.support.accounts import contradictions
 from tests.support.api import Request, chat_completion, serve
 from tests.support.helpers import PATIENCE_S

@@ -31,7 +31,7 @@ from primerl_hpc.trainer.checkpoint.saver import Saver  # noqa: E402
 from primerl_hpc.trainer.sft_loop import train_sft  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender  # noqa: E402
-from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader  # noqa: E402
 from tests.support.checksums import verify_checksums  # noqa: E402
 from tests.support.helpers import (  # noqa: E402

@@ -91,7 +91,7 @@ def test_the_recipe_cannot_make_vllm_trust_request_templates() -> None:
 
 
 def test_allowed_setting_names_are_read_from_the_template() -> None:
-    from primerl_hpc.recipe.chat_template.template_settings import template_settings
+    from primerl_hpc.recipe.template_settings import template_settings
     from tests.security.test_control_tokens import tokenizer_with
 
     template = (

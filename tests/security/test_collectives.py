@@ -32,7 +32,7 @@ from primerl_hpc.transport import members  # noqa: E402
 from primerl_hpc.transport.store import SecureStore, serve_store  # noqa: E402
 from primerl_hpc.transport.weights.broadcast_group import BroadcastGroup  # noqa: E402
 from tests.support.group_starts import OWNER, GroupStart  # noqa: E402
-from tests.support.stranger import NOBODY  # noqa: E402
+from tests.support.stranger import NOBODY, Command  # noqa: E402
 
 LIMIT_S = 30.0
 PACKAGE = Path(primerl_hpc.__file__).parent
@@ -231,16 +231,6 @@ def thief(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).parents[1] / "support" / "gloo_thief.c"
     subprocess.run(["cc", "-O2", "-pthread", "-o", str(program), str(source)], check=True)
     return program
-
-
-class Command:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
 
 
 @dataclass

@@ -32,8 +32,8 @@ from primerl_hpc.render.job import render_job
 from primerl_hpc.run.access.elsewhere import MARKER, link_part
 from primerl_hpc.run.access.ownership import check_own, executed_paths, make_private, writable_by_others
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import ROOT, TOY_RECIPE, make_plan, make_tiny_model, process_plan
+from primerl_hpc.runtime.step import Launch
+from tests.support.helpers import ROOT, TOY_RECIPE, captured, make_plan, make_tiny_model, process_plan
 from tests.support.stranger import NOBODY, as_stranger
 from tests.unit.transport.test_weights_delta import write_full
 
@@ -88,12 +88,7 @@ def test_files_that_another_user_can_write_are_not_executed(prepared: RunDir, wh
     path.chmod(path.stat().st_mode | 0o020)
     with pytest.raises(OccupiedError, match="is writable by other users"):
         check_own(prepared)
-    done = subprocess.run(
-        [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(prepared.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(prepared.root)])
     assert done.returncode == ExitCode.OCCUPIED and "chmod go-w" in done.stderr, done.stderr
 
 
@@ -105,9 +100,7 @@ def test_a_run_that_another_user_prepared_is_neither_resumed_nor_run_by_hand(
             os.chown(path, NOBODY, NOBODY)
     words = (["resume", str(prepared.root)], ["trainer", str(prepared.root)])
     for command in words:
-        done = subprocess.run(
-            [sys.executable, "-m", "primerl_hpc", *command], capture_output=True, text=True, check=False
-        )
+        done = captured([sys.executable, "-m", "primerl_hpc", *command])
         assert done.returncode == ExitCode.OCCUPIED, done.stderr
         assert "belongs to" in done.stderr and "checkpoint.fork" in done.stderr
 
@@ -121,9 +114,7 @@ def test_a_link_in_place_of_the_plan_is_refused(prepared: RunDir, tmp_path: Path
 
 def start_as_slurm_does(prepared: RunDir, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Run the copy of the batch script that SLURM made at submission."""
-    return subprocess.run(
-        ["bash", str(tmp_path / "spooled")], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    return captured(["bash", str(tmp_path / "spooled")], cwd=tmp_path)
 
 
 def plant_package(prepared: RunDir, tmp_path: Path) -> None:
@@ -282,7 +273,7 @@ def test_a_module_in_the_submit_folder_does_not_replace_pythons_own(tmp_path: Pa
     from_script = dict(re.findall(r"^export (\w+)=(\S+)", script, re.MULTILINE))
     for variables in (launch.environment, from_script):
         environment = {**os.environ, **variables}
-        done = subprocess.run(
+        done = captured(
             [
                 sys.executable,
                 "-m",
@@ -293,11 +284,8 @@ def test_a_module_in_the_submit_folder_does_not_replace_pythons_own(tmp_path: Pa
                 "primerl_hpc",
                 "--help",
             ],
-            capture_output=True,
-            text=True,
             cwd=tmp_path / "project",
             env=environment,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
 

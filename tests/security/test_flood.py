@@ -41,12 +41,6 @@ RUN_LIMIT = SPARE + 1024 + 4 * 4
 """Upper bound of connections without a key for the run of `Serving`, which has four processes."""
 
 
-def port_of(serving: Serving, name: str) -> int:
-    port = urlsplit(serving.url(name)).port
-    assert port is not None
-    return port
-
-
 def withstand(
     process: psutil.Process, port: int, kinds: dict[str, int], limit: int, ask: Callable[[], None]
 ) -> None:
@@ -83,7 +77,7 @@ def test_a_flood_costs_router_and_engine_a_bounded_amount_and_members_are_served
             assert client.get(f"{serving.url(name)}/v1/models").status_code == 200
 
     process = psutil.Process(serving.processes[name].pid)
-    withstand(process, port_of(serving, name), TLS_KINDS, RUN_LIMIT, ask)
+    withstand(process, serving.port(name), TLS_KINDS, RUN_LIMIT, ask)
     assert serving.log(name).count("that did not send the key") <= 2
 
 
@@ -98,7 +92,7 @@ def test_a_flood_costs_an_environment_server_a_bounded_amount_and_a_new_client_g
     process = psutil.Process(serving.processes["env_server-0"].pid)
     kinds = {"idle": NUM_IDLE, "ZMQ greetings": NUM_IDLE}
     limit = NUM_IDLE // 2  # its limit is `SPARE` and a few; libzmq closes those above it a little later
-    withstand(process, port_of(serving, "env_server-0"), kinds, limit, lambda: with_rollouts(serving, check))
+    withstand(process, serving.port("env_server-0"), kinds, limit, lambda: with_rollouts(serving, check))
 
 
 def test_a_flood_costs_a_store_a_bounded_amount_and_its_clients_are_served(tmp_path: Path) -> None:
@@ -202,7 +196,7 @@ def exchange(port: int, data: bytes, tls: ssl.SSLContext | None) -> bytes:
 def test_malformed_input_gets_no_traceback_and_few_lines_and_its_connection_is_closed(
     serving: Serving, name: str
 ) -> None:
-    port, before = port_of(serving, name), len(serving.log(name))
+    port, before = serving.port(name), len(serving.log(name))
 
     def attack() -> dict[str, bytes]:
         answers = {what: exchange(port, data, CARELESS) for what, data in OF_STRANGERS.items()}

@@ -26,22 +26,22 @@ from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.observe.report.samples import pick_samples, sample_text
 from primerl_hpc.orchestrator.checkpoint.follower import QUEUE, load_queue, load_state
 from primerl_hpc.orchestrator.checkpoint.queue_file import read_queue, write_queue
+from primerl_hpc.orchestrator.rollout_data import Group, Split
 from primerl_hpc.orchestrator.rollouts.traces import keep_rows
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
-from primerl_hpc.orchestrator.types import Group, Split
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.recipe.sft.rows import check_row
 from primerl_hpc.recipe.sft.tables import parse_line
 from primerl_hpc.run.records import Tail
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import IMAGES, read_rank, write_rank
-from primerl_hpc.transport.rollouts.types import Picture, PlacedPicture, StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture, StepInfo
 from primerl_hpc.transport.tensor_file import write_parts
 from primerl_hpc.transport.weights import delta_codec
 from primerl_hpc.transport.weights.delta import read_link
 from primerl_hpc.transport.weights.delta_codec import apply, encode
 from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault
-from primerl_hpc.transport.weights.types import DeltaChain
+from primerl_hpc.transport.weights.sources import DeltaChain
 from tests.support.checksums import verify_checksums
 from tests.support.helpers import make_plan, process_plan, random_row
 from tests.unit.orchestrator.test_queue_file import Incarnation, make_recipe, make_rollout

@@ -18,8 +18,8 @@ from tests.security.test_hostile_files import damaged
 
 Image = pytest.importorskip("PIL.Image")
 
+from primerl_hpc.orchestrator.rollout_data import RolloutFailed  # noqa: E402
 from primerl_hpc.orchestrator.rollouts.images import open_image  # noqa: E402
-from primerl_hpc.orchestrator.types import RolloutFailed  # noqa: E402
 
 ACCEPTED = ("PNG", "JPEG", "WEBP", "GIF")
 PICTURE = Image.new("RGB", (8, 8), (200, 10, 10))

@@ -18,7 +18,7 @@ from primerl_hpc.observe.diagnose.diagnose import diagnose
 from primerl_hpc.observe.diagnose.known_faults import FAULT_PATTERNS, recognize_fault
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime import failures
-from tests.support.helpers import PATIENCE_S
+from tests.support.helpers import PATIENCE_S, captured
 
 try:
     from re import _constants as constants  # type: ignore[attr-defined] (Python 3.11 and newer)
@@ -136,7 +136,7 @@ def test_diagnose_terminates_on_a_line_of_64_kb(tmp_path: Path) -> None:
     code = "import sys; from primerl_hpc.cli.main import main; main()"
     words = [sys.executable, "-c", code, "diagnose", str(tmp_path)]
     write_json(run.plan, {"version": 0})
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = captured(words, timeout=PATIENCE_S)
     assert "Traceback" not in done.stderr
     found = diagnose(run, ask=lambda words: "")
     assert found.failure is not None and found.known is None

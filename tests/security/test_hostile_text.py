@@ -20,7 +20,7 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.assets import template_dirs
 from primerl_hpc.common.errors import ConfigError, ExitCode, PrimerlError
 from primerl_hpc.common.safety.odd_text import is_odd
-from primerl_hpc.launch.prepare import check_path
+from primerl_hpc.launch.compose import check_path
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.engine import render_template
 from tests.support.helpers import unusable_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from threading import Event
@@ -25,19 +24,20 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, write_json, write_text
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.common.safety.secret_values import MASK, has_secret_form, is_secret, mask, mask_data
-from primerl_hpc.launch.executor import start_here, submit_script
+from primerl_hpc.launch.queue import start_here, submit_script
 from primerl_hpc.launch.submit import prepare_run
+from primerl_hpc.plan.plan import OnExit, load_plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import OnExit, load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.types import Launch
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.tracking.relay import Relay
 from tests.support.helpers import (
     PATIENCE_S,
     ROOT,
+    captured,
     make_plan,
     make_tiny_model,
     process_plan,
@@ -203,16 +203,7 @@ def test_sentences_commits_and_images_are_left_as_they_are(text: str) -> None:
 
 
 def test_the_words_of_a_command_and_nested_data_are_masked_by_name() -> None:
-    command = [
-        "primerl-hpc",
-        "submit",
-        "--set",
-        "env.MYPW=hunter2x",
-        "--token",
-        "hunter2x",
-        "--max-tokens",
-        "8",
-    ]
+    command = "primerl-hpc submit --set env.MYPW=hunter2x --token hunter2x --max-tokens 8".split()
     masked = ["primerl-hpc", "submit", "--set", f"env.MYPW={MASK}", "--token", MASK, "--max-tokens", "8"]
     assert mask_data(command) == masked
     assert mask("OPTS=--verbose=1,--token=hunter2x") == f"OPTS=--verbose=1,--token={MASK}"
@@ -359,18 +350,14 @@ def test_programs_that_a_model_drives_see_none_of_the_submitters_secrets(
         outer = {**os.environ, **SECRETS, "LC_TIME": "C", "PATH": os.environ["PATH"]}
         code = (
             "import json, os, sys; from pathlib import Path; from primerl_hpc.run.rundir import RunDir;"
-            "from primerl_hpc.plan.types import ProcessPlan; from primerl_hpc.runtime.types import Launch;"
+            "from primerl_hpc.plan.plan import ProcessPlan; from primerl_hpc.runtime.step import Launch;"
             "process = ProcessPlan.model_validate_json(sys.argv[1]);"
             "os.environ.update(Launch(process, RunDir(Path(sys.argv[2])), 'main', 1, 0).environment);"
             "os.execv(sys.executable, [sys.executable, '-m', 'primerl_hpc.runtime.steps.guard', '--', *sys.argv[3:]])"
         )
         arguments = [phase.process(name).model_dump_json(), str(tmp_path), *show]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=outer | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
+        done = captured(
+            [sys.executable, "-c", code, *arguments], env=outer | {"PYTHONPATH": str(ROOT)}, check=True
         )
         return json.loads(done.stdout)
 

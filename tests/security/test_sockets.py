@@ -7,7 +7,6 @@ import socket
 import ssl
 import threading
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.e2e
 
 GENERATE = json.dumps({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}})
 ADMIN = ("/add_worker?url=http://127.0.0.1:9", "/remove_worker", "/flush_cache", "/pause", "/update_weights")
-
-
-def port_of(serving: Serving, name: str) -> int:
-    port = urlsplit(serving.url(name)).port
-    assert port is not None
-    return port
 
 
 def exchange(port: int, data: bytes, tls: ssl.SSLContext | None = None) -> bytes:
@@ -53,7 +46,7 @@ def test_a_client_without_the_key_gets_only_401_from_engine_and_router(serving: 
     requests = [("GET", path, "") for path in ("/health", "/metrics", "/v1/models", "/list_workers", "/load")]
     requests += [("POST", path, "{}") for path in ADMIN] + [("POST", "/inference/v1/generate", GENERATE)]
     for name in ("inference-0", "router-0"):
-        port = port_of(serving, name)
+        port = serving.port(name)
 
         def ask_all(port: int = port) -> list[bytes]:
             return [exchange(port, request(*each), careless) for each in requests]
@@ -109,7 +102,7 @@ def test_an_impostor_on_the_port_of_a_dead_engine_receives_no_request(
     from primerl_hpc.run.access.keys import run_keys
     from primerl_hpc.run.rundir import RunDir
 
-    endpoint, port = serving.run.endpoint("inference-0"), port_of(serving, "inference-0")
+    endpoint, port = serving.run.endpoint("inference-0"), serving.port("inference-0")
     published = endpoint.read_bytes()
     certificate = run_keys(RunDir(tmp_path)).server_certificate("inference-0", "127.0.0.1")
     serving.kill("inference-0")

@@ -24,17 +24,7 @@ from primerl_hpc.transport.store import SecureStore, serve_store  # noqa: E402
 from primerl_hpc.transport.weights.broadcast_group import connect_store  # noqa: E402
 from tests.support.helpers import PATIENCE_S, end_role, start_role  # noqa: E402
 from tests.support.serving import Serving  # noqa: E402
-from tests.support.stranger import as_stranger  # noqa: E402
-
-
-class Command:
-    """A value that runs a command of the stranger where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
+from tests.support.stranger import Command, as_stranger  # noqa: E402
 
 
 @pytest.fixture

@@ -20,15 +20,9 @@ from primerl_hpc.roles.scratch import scratch_folder
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.job.node_checks import check_scratch
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps import private_tmp
-from primerl_hpc.runtime.steps.private_tmp import (
-    CACHES,
-    LOCK,
-    NAME_VARIABLE,
-    PrivateTmp,
-    delete_abandoned,
-)
-from primerl_hpc.runtime.types import Launch
+from primerl_hpc.runtime.steps.private_tmp import CACHES, LOCK, NAME_VARIABLE, PrivateTmp, delete_abandoned
 from tests.support.helpers import ROOT, process_plan, wait_for
 from tests.support.stranger import NOBODY, as_stranger, run_in_child
 

@@ -17,7 +17,7 @@ from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.safety.terminal import plain, without_control
 from primerl_hpc.observe.inside.panes import open_session, panes_of, session_name
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
+from tests.support.helpers import TOY_RECIPE, captured, make_plan, process_plan
 from tests.support.terminal import Terminal
 
 TITLE, CLIPBOARD, C1, OVERRIDE = "\x1b]0;stolen\x07", "\x1b]52;c;cm0gLXJmCg==\x07", "\x9b2J", "\u202e"
@@ -128,7 +128,7 @@ def test_an_error_shows_no_control_characters(tmp_path: Path) -> None:
         f"def fail(**_): raise DataError({HOSTILE!r}, location={HOSTILE!r}, hint={HOSTILE!r})\n"
         "main.cli.main = fail\nmain.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = captured([sys.executable, "-c", code])
     assert done.returncode == DataError.exit_code and escapes_of(done.stderr) == set(), done.stderr
 
 
@@ -143,7 +143,7 @@ def test_the_name_of_a_run_is_not_executed_by_tmux(tmp_path: Path, monkeypatch: 
     words = ["tmux", "list-windows", "-a", "-F", "#S #W"]
     try:
         assert open_session(session_name([run]), {root.name: panes_of(run)})
-        names = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        names = captured(words, check=True).stdout
         # an executed command is replaced by its output
         assert names.split() == ["primerl-x--touch-planted-", "x--touch-planted-"]
         assert not (tmp_path / "planted").exists()

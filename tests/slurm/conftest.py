@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 from tests.support.virtual_slurm import (
     NODES,
     TOOL,
@@ -71,12 +71,7 @@ def virtual_cluster(shared_folder: Path, disk_of_all_nodes: Path) -> Iterator[Cl
     image = os.environ.get("VIRTUAL_CLUSTER_IMAGE")  # another SLURM: a root file system made by mmdebstrap
     venv = sys.prefix if sys.prefix != sys.base_prefix else ""  # which need not lie in the checkout
     other = ["--image", image, "--bind", f"{ROOT} {venv} {disk_of_all_nodes}"] if image else []
-    up = subprocess.run(
-        [str(TOOL), "--dir", str(made.folder), "up", *size, *WITH_USERS, *other],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    up = captured([str(TOOL), "--dir", str(made.folder), "up", *size, *WITH_USERS, *other])
     if up.returncode and not image and shutil.which("slurmctld") is None:
         pytest.skip(f"SLURM cannot be installed here: {up.stderr.strip()}")
     assert up.returncode == 0, up.stdout + up.stderr

@@ -9,8 +9,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.launch.prepare import job_script
-from primerl_hpc.plan.types import HourBudget, OnExit
+from primerl_hpc.plan.plan import HourBudget, OnExit
 from tests.support.helpers import wait_for
 from tests.support.virtual_slurm import SERVE, TRAIN, SlurmToy, run_cli
 
@@ -24,19 +23,13 @@ def add_roles(toy: SlurmToy) -> None:
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE)
 
 
-def finish(toy: SlurmToy) -> None:
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
-
-
 def test_a_job_whose_interpreter_does_not_exist_on_the_node_is_not_resumed_but_submitted_again(
     toy: SlurmToy,
 ) -> None:
     """As with the path of an image in software.default.python: each attempt would fail after another queue."""
     add_roles(toy)
     toy.prepare()
-    script = job_script(toy.run)
+    script = toy.run.job_script
     script.write_text(script.read_text().replace(sys.executable, "/opt/nowhere/bin/python"))
     toy.submit()
     toy.wait_for_state(RunState.FAILED)
@@ -46,7 +39,7 @@ def test_a_job_whose_interpreter_does_not_exist_on_the_node_is_not_resumed_but_s
     toy.prepare()  # with the right path
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0")
-    finish(toy)
+    toy.finish()
 
 
 def test_a_run_that_its_budget_stopped_continues_only_with_a_larger_one(toy: SlurmToy) -> None:
@@ -68,4 +61,4 @@ def test_a_run_that_its_budget_stopped_continues_only_with_a_larger_one(toy: Slu
     done = run_cli(*command[:-1], "100GPUh")
     assert done.returncode == 0, done.stderr
     toy.wait_until_ready("trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()

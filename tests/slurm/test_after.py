@@ -11,10 +11,8 @@ import pytest
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.files import read_json, write_text
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.launch.chain import ChainRequest
-from primerl_hpc.launch.follow_up import export_script
-from primerl_hpc.launch.submission import ONE_JOB
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.launch.compose import ONE_JOB, ChainRequest
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.render.job import render_export
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
@@ -44,7 +42,7 @@ class Trio:
         self.judge.prepare()
         plan, python = self.main.prepare(), str(Path(subprocess.sys.executable))
         text = render_export(plan, self.main.profile, python=python, package_root=str(ROOT))
-        write_text(export_script(self.main.run), text)
+        write_text(self.main.run.export_script, text)
 
     def submit(self, chain: ChainRequest = ONE_JOB) -> None:
         self.main.submit(chain)
@@ -132,7 +130,7 @@ def test_cancelling_a_run_cancels_its_follow_up_jobs(trio: Trio) -> None:
 
 
 def test_a_refused_export_removes_the_run_from_the_queue(trio: Trio) -> None:
-    script = export_script(trio.main.run)
+    script = trio.main.run.export_script
     script.write_text(script.read_text().replace("#SBATCH --partition=main", "#SBATCH --partition=nowhere"))
     with pytest.raises(SchedulerError, match="partition nowhere does not exist"):
         trio.submit()

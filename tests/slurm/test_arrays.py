@@ -8,7 +8,7 @@ from collections.abc import Callable
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.job_chain import jobs_of
 from primerl_hpc.slurm.jobs import find_facts, is_job_over
 from tests.support.helpers import ROOT, wait_for

@@ -18,11 +18,10 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.files import read_json, read_jsonl, write_json, write_text
 from primerl_hpc.common.names import RunState
-from primerl_hpc.launch.chain import ChainRequest
+from primerl_hpc.launch.compose import ChainRequest
 from primerl_hpc.launch.planning.advice import shape_of
-from primerl_hpc.launch.prepare import job_script
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_job
 from tests.slurm.test_chain import warn_of_walltime
@@ -55,7 +54,7 @@ def prepare(toy: SlurmToy, folder: Path, *overrides: str) -> None:
     write_text(toy.run.profile, dump_yaml(loaded.profile.model_dump(mode="json", exclude_unset=True)))
     write_json(toy.run.plan, plan.model_dump(mode="json"))
     script = render_job(plan, loaded.profile, python=sys.executable, package_root=str(ROOT))
-    write_text(job_script(toy.run), script, mode=0o755)
+    write_text(toy.run.job_script, script, mode=0o755)
 
 
 def steps_of(toy: SlurmToy, attempt: int) -> list[float]:

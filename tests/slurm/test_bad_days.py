@@ -14,8 +14,8 @@ import pytest
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.observe.diagnose.diagnose import diagnose
-from primerl_hpc.plan.types import OnExit
-from tests.support.helpers import PATIENCE_S, ROOT, wait_for
+from primerl_hpc.plan.plan import OnExit
+from tests.support.helpers import PATIENCE_S, ROOT, captured, wait_for
 from tests.support.virtual_slurm import SAY, SERVE, TRAIN, Cluster, SlurmToy, run_cli
 
 PIECE_BYTES = 4 << 20
@@ -128,9 +128,7 @@ def test_two_runs_on_the_same_nodes_do_not_interfere(neighbours: tuple[SlurmToy,
     wait_for(lambda: not first.cluster.processes_of(first.run), "the end of the first run's processes")
     assert second.snapshot().state == RunState.RUNNING and not second.snapshot().restarts
     assert second.endpoint("inference-0") == served
-    (second.run.root / "enough").touch()
-    second.wait_for_state(RunState.DONE)
-    second.assert_nothing_is_left()
+    second.finish()
     assert not second.events("role_restarting") and first.snapshot().state.is_final
 
 
@@ -152,11 +150,9 @@ def test_a_slow_slurm_does_not_block_status(toy: SlurmToy, slow_slurm: dict[str,
     asked = Path(slow_slurm["PATH"].partition(":")[0], "asked")
     for words, most in ((("status",), 1), (("status", str(toy.run.root)), 2)):
         asked.unlink(missing_ok=True)
-        done = subprocess.run(
+        done = captured(
             [sys.executable, "-m", "primerl_hpc", *words, "--json"],
             env=slow_slurm,
-            capture_output=True,
-            text=True,
             check=True,
             timeout=PATIENCE_S,
         )

@@ -14,7 +14,7 @@ import pytest
 from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import PATIENCE_S, make_tiny_model, safetensors_bytes

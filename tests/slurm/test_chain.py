@@ -13,10 +13,10 @@ import pytest
 from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Kind, Role, RunState
-from primerl_hpc.launch.chain import ChainRequest, together
-from primerl_hpc.launch.prepare import job_script
+from primerl_hpc.launch.compose import ChainRequest
+from primerl_hpc.launch.queue import together
 from primerl_hpc.launch.submit import resume_run
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 from tests.support.helpers import wait_for
@@ -52,12 +52,6 @@ def assert_went_on(toy: SlurmToy, *, attempt: int, step: int) -> None:
     toy.wait_for_words(f"goes on after {step}\n", "trainer-0", attempt)
 
 
-def finish(toy: SlurmToy) -> None:
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
-
-
 def test_links_continue_at_the_walltime_without_losing_a_step_and_unneeded_ones_are_cancelled(
     toy: SlurmToy,
 ) -> None:
@@ -73,7 +67,7 @@ def test_links_continue_at_the_walltime_without_losing_a_step_and_unneeded_ones_
         assert_went_on(toy, attempt=attempt + 1, step=saved + 1)
     shown = run_cli("status", str(toy.run.root)).stdout
     assert f"job {links[2]} (slurm), link 3 of 4" in shown
-    finish(toy)
+    toy.finish()
     assert states(links)[2:] == ["COMPLETED", "CANCELLED"]
     assert started_jobs(toy) == links[:3]
 
@@ -104,7 +98,7 @@ def test_a_killed_link_is_followed_by_the_next_one_while_there_is_progress(toy: 
     assert started_jobs(toy) == links[:2] and states(links)[3] == "CANCELLED"
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=3)
-    finish(toy)
+    toy.finish()
 
 
 def test_a_cancelled_link_is_skipped_and_two_links_never_run_at_once(toy: SlurmToy) -> None:
@@ -121,7 +115,7 @@ def test_a_cancelled_link_is_skipped_and_two_links_never_run_at_once(toy: SlurmT
     assert saved in (1, 2)
     assert_went_on(toy, attempt=2, step=saved)
     assert toy.snapshot().job["place"] == "link 3 of 4"
-    finish(toy)
+    toy.finish()
     assert started_jobs(toy) == [links[0], links[2]] and "another supervisor" not in toy.words()
 
 
@@ -158,7 +152,7 @@ def test_the_last_link_ends_with_a_hint_and_a_late_link_finds_the_run_complete(t
     # a link that could not be cancelled does nothing; its exit code starts no dependent job
     def submit_late() -> str:
         with together() as jobs:
-            late = jobs.submit(toy.run, job_script(toy.run))
+            late = jobs.submit(toy.run, toy.run.job_script)
             job = read_json(toy.run.job)
             write_json(toy.run.job, {**job, "links": [*job["links"], late]})
         return late
@@ -175,7 +169,7 @@ def test_until_done_queues_the_next_job_at_the_walltime(toy: SlurmToy) -> None:
     toy.wait_until_ready("trainer-0", attempt=2)
     assert_went_on(toy, attempt=2, step=2)
     assert len(links_of(toy)) == 2 and toy.snapshot().job["place"] == "link 2"
-    finish(toy)
+    toy.finish()
     assert started_jobs(toy) == links_of(toy)
 
 
@@ -203,8 +197,8 @@ def test_a_refused_link_removes_the_earlier_ones_from_the_queue(toy: SlurmToy) -
     def submit_two() -> list[str]:
         queued: list[str] = []
         with pytest.raises(SchedulerError, match="SLURM refused the job"), together() as jobs:
-            queued.append(jobs.submit(toy.run, job_script(toy.run)))
-            jobs.submit(toy.run, job_script(toy.run), "--partition=nowhere")
+            queued.append(jobs.submit(toy.run, toy.run.job_script))
+            jobs.submit(toy.run, toy.run.job_script, "--partition=nowhere")
         return queued
 
     assert states(toy.as_user(submit_two)) == ["CANCELLED"] and not toy.events("attempt_started")

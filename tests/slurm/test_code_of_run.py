@@ -20,7 +20,7 @@ from primerl_hpc.launch.bundle.formats import Format
 from primerl_hpc.launch.bundle.manifest import plan_bundle
 from primerl_hpc.launch.code.keep import CodeChoice
 from primerl_hpc.launch.submit import resume_run
-from primerl_hpc.plan.types import BUNDLE_MANIFEST, BUNDLE_PYTHON, OnExit
+from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BUNDLE_PYTHON, OnExit
 from tests.support.cluster_user import ClusterUser
 from tests.support.helpers import ROOT, TOY_RECIPE, wait_for
 from tests.support.small_environment import make_environment

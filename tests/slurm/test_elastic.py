@@ -11,7 +11,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.endpoints import read_endpoint
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import unusable_model, wait_for

@@ -11,11 +11,11 @@ from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from tests.support.cluster_user import ClusterUser
-from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, captured, make_tiny_model
 from tests.support.terminal import Terminal
 from tests.support.virtual_slurm import SERVE, TRAIN, Cluster, SlurmToy, run_cli
 
@@ -41,15 +41,12 @@ def sft_recipe(folder: Path) -> str:
 def salloc(user: ClusterUser, script: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a shell script with arguments in an allocation of one node, as a user would type it there."""
     options = ["--nodes=1", "--ntasks-per-node=1", "--partition=main", "--exclusive", "--quiet"]
-    return subprocess.run(
+    return captured(
         ["salloc", *options, "bash", "-c", script, "bash", *words],
         env={**user.environ, "PYTHONPATH": str(ROOT)},
         preexec_fn=user.enter,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
-        check=False,
     )
 
 
@@ -93,6 +90,4 @@ def test_shell_opens_on_the_node_of_a_role_in_the_job_of_the_run(toy: SlurmToy) 
         terminal.press("exit 5\n")
         assert terminal.end() == 5
     assert toy.snapshot().state == RunState.RUNNING
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from tests.support.helpers import TOY_RECIPE, wait_for
 from tests.support.virtual_slurm import SERVE, TRAIN, Cluster, SlurmToy, cluster_of_users
 

@@ -10,7 +10,7 @@ import pytest
 from primerl_hpc.cluster.node_types import NodeType
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import wait_for
 from tests.support.virtual_slurm import SAY, SERVE, TRAIN, SlurmToy, not_on, preflight, run_cli
@@ -40,9 +40,7 @@ def requeue_cancel_and_resume(toy: SlurmToy, *servers: str) -> None:
     toy.assert_nothing_is_left()
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=3)
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()
 
 
 def test_roles_are_on_their_component_and_a_run_is_requeued_cancelled_and_resumed(
@@ -118,15 +116,11 @@ def test_scancel_of_a_heterogeneous_job_ends_both_components_and_the_run_resumes
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
     toy.wait_for_words(f"goes on after {saved}", "trainer-0_0", attempt=2)
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()
 
 
 @pytest.mark.slow
-def test_preemption_and_node_loss_of_one_component_requeue_both(
-    new_toy: Callable[..., SlurmToy],
-) -> None:
+def test_preemption_and_node_loss_of_one_component_requeue_both(new_toy: Callable[..., SlurmToy]) -> None:
     """SLURM requeues only the CPU node's component when that node is lost; the run then requeues the complete job."""
     toy = add_roles(new_toy(partition="preemptible"))
     assert toy.profile.cpu_partition is not None

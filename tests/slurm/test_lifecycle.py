@@ -17,8 +17,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.launch.prepare import job_script
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.slurm.commands import ask
 from tests.support.helpers import PATIENCE_S, ROOT, wait_for
@@ -40,12 +39,6 @@ def add_roles(toy: SlurmToy, *, trainer_nodes: tuple[int, ...] = (1,)) -> SlurmT
     return toy
 
 
-def finish(toy: SlurmToy) -> None:
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
-
-
 def warn_of_walltime(toy: SlurmToy) -> None:
     """Send the signal that SLURM sends before the time limit (`--signal=B:USR2@…`), without the wait for it."""
     subprocess.run(["scancel", "--batch", "--signal=USR2", toy.job], check=True)
@@ -63,7 +56,7 @@ def test_cancel_saves_and_stops_and_resume_continues(toy: SlurmToy) -> None:
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
     toy.wait_for_words("goes on after 2", "trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()
 
 
 def test_a_run_starts_in_an_existing_allocation_and_leaves_it_to_the_user(toy: SlurmToy) -> None:
@@ -100,7 +93,7 @@ def test_a_run_starts_in_an_existing_allocation_and_leaves_it_to_the_user(toy: S
     toy.wait_for_job("COMPLETED")
     toy.submit()
     toy.wait_until_ready("trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()
 
 
 def look_inside(toy: SlurmToy) -> None:
@@ -139,7 +132,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_job_before_its_first_process_un
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0", attempt=2)
     assert "warning: an optional setup line failed with exit status 127" in toy.words()
-    finish(toy)
+    toy.finish()
 
 
 def change_software(toy: SlurmToy, **changes: object) -> None:
@@ -161,7 +154,7 @@ def test_a_queued_run_reports_why_it_waits_and_is_cancelled_in_the_queue(
     assert run_cli("cancel", str(toy.run.root)).returncode == 0
     toy.wait_for_job("CANCELLED")
     assert toy.snapshot().state == RunState.CANCELLED
-    finish(first)
+    first.finish()
 
 
 def test_scancel_saves_if_a_save_is_quick(toy: SlurmToy) -> None:
@@ -183,7 +176,7 @@ def test_a_killed_supervisor_leaves_no_process_and_resume_continues(toy: SlurmTo
     wait_for(lambda: not toy.cluster.processes_of(toy.run), "the end of every process")
     toy.submit()  # at once: SLURM vouches that the old owner is over
     toy.wait_until_ready("trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()
 
 
 def test_a_walltime_reached_twice_loses_no_step_and_the_run_continues_automatically(toy: SlurmToy) -> None:
@@ -202,7 +195,7 @@ def test_a_walltime_reached_twice_loses_no_step_and_the_run_continues_automatica
     assert all(row["left_s"] <= margin_s for row in toy.events("stop_requested"))
     toy.wait_until_ready("trainer-0", attempt=3)
     toy.wait_for_words("goes on after 3", "trainer-0", attempt=3)
-    finish(toy)
+    toy.finish()
     said, _ = follower.communicate(timeout=PATIENCE_S)
     assert follower.returncode == 0 and re.findall(r"goes on after (\d)", said) == ["0", "2", "3"], said
     used = json.loads(run_cli("status", str(toy.run.root), "--json").stdout)["usage"]
@@ -229,7 +222,7 @@ def test_a_real_walltime_is_noticed_by_signal_or_clock_in_every_attempt(
         )
         assert [row["reason"] for row in toy.events("stop_requested")] == ["walltime"] * life
         assert toy.run.latest_checkpoint() == life + 1
-    finish(toy)
+    toy.finish()
 
 
 # a step takes 3 s, a save 20 s: after the first step, and when asked to stop
@@ -260,7 +253,7 @@ def test_a_job_without_a_warning_signal_saves_in_time_by_its_measured_durations(
     toy = new_toy(time="00:02:00", signal_margin_s=2)
     toy.add(Role.TRAINER, SLOW, OnExit.ENDS_PHASE)
     toy.prepare()
-    script = job_script(toy.run)
+    script = toy.run.job_script
     script.write_text(re.sub("#SBATCH --signal=.*\n", "", script.read_text()))
     toy.submit()
     wait_for(lambda: toy.events("run_requeued"), "the end of its first life", tell=toy.words)
@@ -270,7 +263,7 @@ def test_a_job_without_a_warning_signal_saves_in_time_by_its_measured_durations(
     assert len(steps) > 1 and toy.run.latest_checkpoint() == steps[-1]  # no step is lost
     toy.wait_until_ready("trainer-0", attempt=2)
     toy.wait_for_words(f"goes on after {steps[-1]}", "trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()
 
 
 def test_a_walltime_without_a_new_checkpoint_ends_the_chain_with_the_reason(toy: SlurmToy) -> None:
@@ -307,7 +300,7 @@ def test_a_preempted_run_saves_in_the_grace_time_and_is_requeued(new_toy: Callab
     assert toy.run.latest_checkpoint() == 2
     subprocess.run(["scancel", urgent], check=True)
     toy.wait_until_ready("trainer-0", attempt=2)
-    finish(toy)
+    toy.finish()
 
 
 def test_a_restarted_controller_does_not_disturb_the_run(toy: SlurmToy) -> None:
@@ -318,7 +311,7 @@ def test_a_restarted_controller_does_not_disturb_the_run(toy: SlurmToy) -> None:
     subprocess.run(["scontrol", "ping"], check=False, capture_output=True)
     assert toy.snapshot().state == RunState.RUNNING  # its own files know
     toy.cluster.tool("return-controller")
-    finish(toy)
+    toy.finish()
 
 
 def test_a_restarted_slurmd_disturbs_no_role_and_starts_the_next_one(toy: SlurmToy) -> None:
@@ -341,12 +334,10 @@ def test_a_restarted_slurmd_disturbs_no_role_and_starts_the_next_one(toy: SlurmT
     wait_for(
         lambda: toy.snapshot().restarts == {"inference-0": 1}, "its restart in the state", tell=toy.words
     )
-    finish(toy)
+    toy.finish()
 
 
-def test_runs_on_lost_nodes_are_requeued_and_continue_on_others(
-    new_toy: Callable[..., SlurmToy],
-) -> None:
+def test_runs_on_lost_nodes_are_requeued_and_continue_on_others(new_toy: Callable[..., SlurmToy]) -> None:
     """One run loses its trainer's node, the other its head node, at the same time; the two remaining nodes are enough
     for one of them."""
     first, second = add_roles(new_toy("first")), add_roles(new_toy("second"))
@@ -372,8 +363,8 @@ def test_runs_on_lost_nodes_are_requeued_and_continue_on_others(
     # SLURM signals a trainer whose head node is lost, and the trainer saves
     second.wait_for_words("goes on after 2", "trainer-0", attempt=2)
     (first.run.root / "enough").touch()
-    finish(second)
-    finish(first)
+    second.finish()
+    first.finish()
 
 
 def test_a_lost_node_without_requeue_fails_the_run_and_names_it(new_toy: Callable[..., SlurmToy]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit, SumsPlan
+from primerl_hpc.plan.plan import OnExit, SumsPlan
 from tests.support.helpers import PATIENCE_S, ROOT
 from tests.support.virtual_slurm import SAY, Cluster, SlurmToy, preflight, run_cli
 

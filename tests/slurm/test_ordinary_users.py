@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.access.keys import run_keys
 from tests.support.cluster_user import ClusterUser
-from tests.support.virtual_slurm import (
-    SERVE,
-    TRAIN,
-    Cluster,
-    SlurmToy,
-    cluster_of_users,
-    run_cli,
-    wait_for,
-)
+from tests.support.virtual_slurm import SERVE, TRAIN, Cluster, SlurmToy, cluster_of_users, run_cli, wait_for
 
 SHARED = {
     "exclusive": False,

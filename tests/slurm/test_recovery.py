@@ -12,7 +12,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.slurm.commands import ask
 from tests.support.cluster_user import ClusterUser
 from tests.support.virtual_slurm import (
@@ -182,9 +182,7 @@ def test_without_a_remaining_spare_the_run_is_requeued(new_toy: Callable[..., Sl
     subprocess.run(["scontrol", "update", f"JobId={toy.job}", "ExcNodeList="], check=True)
     toy.wait_until_ready("router-0", "inference-0", "trainer-0", attempt=2)
     toy.wait_for_words("goes on after 1", "trainer-0", attempt=2)
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()
 
 
 # -- how fast the nodes are given back
@@ -214,7 +212,6 @@ time.sleep(7200)
 def test_nodes_are_released_although_a_server_ignores_sigterm(
     new_toy: Callable[..., SlurmToy], train: str, state: RunState
 ) -> None:
-    """`tools/bench/bad_days.py --only crash-hung` has a limit for the seconds until then."""
     toy = new_toy()
     toy.add(Role.INFERENCE, STUBBORN, OnExit.RESTART, nodes=(0,))
     toy.add(Role.TRAINER, train, OnExit.ENDS_PHASE, nodes=(1, 2))
@@ -255,7 +252,5 @@ def test_no_process_remains_with_proctrack_linuxproc(cluster_by_parents: Cluster
     toy.assert_nothing_is_left()
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0", attempt=3)
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()
     assert not (cluster_by_parents.folder / "log" / "strays").exists()

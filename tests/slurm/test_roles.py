@@ -9,7 +9,7 @@ import pytest
 
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Role, RunState, process_name
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 from tests.support.helpers import wait_for
@@ -71,9 +71,7 @@ def test_a_killed_role_is_reported_with_its_signal(toy: SlurmToy, role: Role) ->
     assert (failure["process"], failure["node"], failure["signal"]) == (name, "n2", "SIGKILL")
 
 
-def test_killed_requested_late_servers_and_a_killed_srun_are_restarted(
-    toy: SlurmToy,
-) -> None:
+def test_killed_requested_late_servers_and_a_killed_srun_are_restarted(toy: SlurmToy) -> None:
     toy.add(Role.INFERENCE, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.TEACHER, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
@@ -107,9 +105,7 @@ def test_killed_requested_late_servers_and_a_killed_srun_are_restarted(
     for process in ("router-0", "env_server-0", "teacher-0"):
         wait_for(lambda process=process: is_in_life(process, 2), f"third life of {process}", tell=toy.words)
     assert not toy.cluster.on("n1", "ps", "-o", "pid=", "-p", str(left), check=False)
-    (toy.run.root / "enough").touch()
-    toy.wait_for_state(RunState.DONE)
-    toy.assert_nothing_is_left()
+    toy.finish()
 
 
 def test_roles_that_share_a_node_see_only_their_own_gpus(toy: SlurmToy) -> None:

@@ -13,7 +13,7 @@ from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit, SumsPlan
+from primerl_hpc.plan.plan import OnExit, SumsPlan
 from primerl_hpc.slurm.estimate import estimate_start
 from tests.slurm.test_doctor import VIRTUAL, findings_of
 from tests.support.cluster_user import ClusterUser
@@ -23,7 +23,7 @@ from tests.unit.runtime.test_site_checks import CORRUPT
 
 GOLDEN = ROOT / "tests" / "golden"
 SCRIPTS = sorted(path for path in GOLDEN.glob("*.sbatch") if path.stem not in ("local", "virtual"))
-OF_THE_SITE = ("account", "constraint", "qos", "reservation")
+OF_THE_SITE = ("account", "constraint", "licenses", "qos", "reservation")
 """Options whose values exist at the site only; they are left out."""
 HERE = {
     "partition": "main",

@@ -14,7 +14,7 @@ import pytest
 
 from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from tests.support.cluster_user import ClusterUser
 from tests.support.virtual_slurm import SERVE, TRAIN, Cluster, SlurmToy, cluster_of_users, run_cli
 

@@ -19,7 +19,7 @@ import pytest
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.command_lines import shares_command
 from primerl_hpc.slurm.commands import ask
@@ -175,7 +175,7 @@ def test_a_submission_with_unknown_result_is_found_by_resume(
 ) -> None:
     """SLURM accepts the job and then stops answering; the run directory remains, and resume finds its job."""
     called = faulty_sbatch('real "$@" >/dev/null; timed_out')
-    monkeypatch.setattr("primerl_hpc.launch.executor.SBATCH_PATIENCE_S", 0.5)
+    monkeypatch.setattr("primerl_hpc.launch.queue.SBATCH_PATIENCE_S", 0.5)
     toy = new_toy(begin="now+1hour")
     toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
     with pytest.raises(UnansweredError, match="resume"):

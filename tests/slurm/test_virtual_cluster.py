@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, wait_for
+from tests.support.helpers import ROOT, captured, wait_for
 from tests.support.virtual_slurm import TOOL, Cluster, set_node_state, take_out_of_service
 
 
@@ -47,14 +47,12 @@ def test_up_after_a_kill_and_down_leave_no_process_behind(mine: Cluster, virtual
     os.kill(int((mine.folder / "holder.pid").read_text()), signal.SIGKILL)
     wait_for(lambda: mine.tool("status", check=False).startswith("down "), "its end to be told")
     mine.tool("up", "--nodes", "2", "--no-accounting")
-    names = subprocess.run(
-        [str(mine.folder / "bin" / "srun"), "-N2", "hostname"], capture_output=True, text=True, check=True
-    ).stdout.split()
+    names = captured([str(mine.folder / "bin" / "srun"), "-N2", "hostname"], check=True).stdout.split()
     assert sorted(names) == ["n1", "n2"]
     mine.tool("down", "--purge")
     assert not mine.folder.exists()
     wait_for(lambda: not holds(mine.folder), "the end of its processes")
-    assert "v-n1" not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+    assert "v-n1" not in captured(["ip", "link"], check=True).stdout
     virtual_cluster.wait_until_idle()
 
 
@@ -72,12 +70,7 @@ for file in passwd group hosts nsswitch.conf; do cp -a /etc/$file /etc/$file.new
 def test_users_remain_when_a_package_is_installed_on_the_machine(mine: Cluster) -> None:
     tool = f"{TOOL} --dir {mine.folder}/cluster"
     try:
-        done = subprocess.run(
-            ["unshare", "--mount", "bash", "-c", INSTALL.format(folder=mine.folder, tool=tool)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = captured(["unshare", "--mount", "bash", "-c", INSTALL.format(folder=mine.folder, tool=tool)])
         assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["alice", "alice"], done
     finally:
         subprocess.run([*tool.split(), "down", "--purge"], check=True)
@@ -101,15 +94,7 @@ def test_a_node_loses_power_and_returns(mine: Cluster, virtual_cluster: Cluster)
     mine.tool("up", "--nodes", "2", "--no-accounting", "--node-timeout", "3")
     try:
         mine.tool("kill-node", "n2")
-        assert (
-            "n2 is off"
-            in subprocess.run(
-                [str(TOOL), "--dir", str(mine.folder), "on", "n2", "true"],
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stderr
-        )
+        assert "n2 is off" in captured([str(TOOL), "--dir", str(mine.folder), "on", "n2", "true"]).stderr
         states = lambda: mine.tool("exec", "sinfo", "-h", "-N", "-n", "n2", "-p", "main", "-o", "%T")  # noqa: E731
         wait_for(lambda: states().startswith("down"), "the controller's notice", tell=states)
         mine.tool("return-node", "2")
@@ -144,9 +129,7 @@ def test_a_node_out_of_service_gets_no_job_whatever_it_answers(virtual_cluster: 
     ],
 )
 def test_a_mistyped_command_starts_nothing(tmp_path: Path, folder: str, words: list[str]) -> None:
-    done = subprocess.run(
-        [str(TOOL), "--dir", str(tmp_path / folder), *words], capture_output=True, text=True, check=False
-    )
+    done = captured([str(TOOL), "--dir", str(tmp_path / folder), *words])
     assert done.returncode and done.stderr
     assert not (tmp_path / folder / "holder.pid").exists()
 
@@ -172,7 +155,7 @@ def test_invalid_arguments_are_one_sentence_and_do_not_affect_the_running_cluste
 ) -> None:
     before = (virtual_cluster.folder / "holder.pid").read_text()
     command = [str(TOOL), "--dir", str(virtual_cluster.folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = captured(command)
     assert done.returncode and says in done.stderr and done.stderr.count("\n") == 1
     assert (virtual_cluster.folder / "holder.pid").read_text() == before
     assert virtual_cluster.tool("status").startswith("up ")
@@ -183,9 +166,9 @@ def test_a_user_who_is_not_root_gets_an_error_and_help_explains_how_to_add_users
 ) -> None:
     tool = shutil.copy(TOOL, tmp_path)  # the user may not enter the folder of the checkout
     command = [tool, "--dir", str(virtual_cluster.folder), "status"]
-    done = subprocess.run(command, user=65534, group=65534, capture_output=True, text=True, check=False)
+    done = captured(command, user=65534, group=65534)
     assert done.returncode and "status requires root" in done.stderr and "down" not in done.stdout
-    shown = subprocess.run([str(TOOL), "--help"], capture_output=True, text=True, check=True).stdout
+    shown = captured([str(TOOL), "--help"], check=True).stdout
     assert "sacctmgr -i add user carol account=lab" in shown
 
 

@@ -18,6 +18,5 @@ def verify_checksums(folder: Path) -> None:
             found = crc32_of_file(path)
         if found != entry["crc32"]:
             raise DataError(
-                f"CRC-32 is {found:08x}, but the manifest lists {entry['crc32']:08x}",
-                location=str(path),
+                f"CRC-32 is {found:08x}, but the manifest lists {entry['crc32']:08x}", location=str(path)
             )

@@ -14,8 +14,8 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.names import Role
 from primerl_hpc.inference.engine_args import engine_args, node_args
-from primerl_hpc.launch.submission import preview
-from primerl_hpc.plan.types import PhasePlan, Plan
+from primerl_hpc.launch.compose import plan_run
+from primerl_hpc.plan.plan import PhasePlan, Plan
 from primerl_hpc.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,8 @@ def engine_commands(profiles: Sequence[str]) -> Iterator[EngineCommand]:
     for recipe in recipe_names():
         for name, profile in loaded.items():
             try:
-                plan, _ = preview(load_recipe(str(ROOT / "recipes" / f"{recipe}.yaml")), profile, [])
+                path = str(ROOT / "recipes" / f"{recipe}.yaml")
+                plan = plan_run(load_recipe(path), profile, missing=[]).plan
             except PrimerlError:
                 continue
             for command in _commands(plan, recipe, name):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fork_server import ForkServer
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 LOGIN_NODE = ("cli", "cluster", "common", "launch", "observe", "plan", "recipe", "render", "run", "slurm")
 """Folders of the package whose modules import neither torch nor huggingface_hub (which reads variables when it is
@@ -43,15 +43,12 @@ def run_command(
     process of tests run one at a time.
     """
     if read_at_start(environ) != read_at_start({**os.environ, **SERVER.environ}):
-        return subprocess.run(
+        return captured(
             [sys.executable, "-m", "primerl_hpc", *words],
             env=environ,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=timeout_s,
-            check=False,
         )
     os.umask(umask := os.umask(0))
     request = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": environ, "umask": umask}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.torchrun import delete_exit_reports

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.recipe.schema.training import DPPOLoss
-from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
-from primerl_hpc.trainer.losses.dppo import dppo
+from primerl_hpc.trainer.losses.inputs import LossInputs, TokenLoss
+from primerl_hpc.trainer.losses.policy_losses import dppo
 
 CONFIG = DPPOLoss(mask_low=0.2, mask_high=0.2, kl_tau=0.001)
 POLL_S = 0.05

@@ -27,7 +27,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role, process_name
-from primerl_hpc.plan.types import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
+from primerl_hpc.plan.plan import NodePlan, OnExit, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.rundir import RunDir
@@ -35,7 +35,7 @@ from primerl_hpc.run.rundir import RunDir
 if TYPE_CHECKING:  # most tests need neither: tools/python-versions runs them without extras
     import numpy as np
 
-    from primerl_hpc.transport.rollouts.types import MicroBatch
+    from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY_RECIPE: dict[str, Any] = {
@@ -47,6 +47,8 @@ TOY_RECIPE: dict[str, Any] = {
     "recovery": {"in_place": False},
 }
 """Recipe of runs whose processes are scripts of a test."""
+MINIMAL_RL: dict[str, Any] = {"kind": "rl", "name": "r", "model": {"name": "m"}, "max_steps": 1}
+"""Keys that each recipe of kind rl needs, without its environments."""
 
 
 PATIENCE_S = 600.0 * float(os.environ.get("TEST_PATIENCE") or 1)
@@ -237,6 +239,13 @@ def role_env(run: RunDir, phase: str, name: str, **more: str) -> dict[str, str]:
     }
 
 
+def captured(
+    command: Sequence[str | Path], *, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; ``options`` are those of `subprocess.run`."""
+    return subprocess.run(command, capture_output=True, text=True, check=check, **options)
+
+
 def start_role(run: RunDir, phase: str, name: str, **more: str) -> subprocess.Popen:
     """Start a role in its own session, with output in ``logs/attempt_1/<name>.log``."""
     log = run.attempt_logs(1) / f"{name}.log"
@@ -278,7 +287,7 @@ def random_row(
     """Return a packed row of random samples; the second half of each is sampled by a policy close to uniform."""
     import numpy as np
 
-    from primerl_hpc.transport.rollouts.types import MicroBatch
+    from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
     total = sum(lengths)
     mask = np.concatenate([np.arange(length) >= max(1, length // 2) for length in lengths])

@@ -46,7 +46,7 @@ from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.train_step import Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.filesystem import publish_policy
-from primerl_hpc.transport.rollouts.types import MicroBatch, Picture, PlacedPicture
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, Picture, PlacedPicture
 from tests.support import deep_ep_on_gloo
 from tests.support.helpers import random_row
 from tests.support.tiny_models import IMAGE_TOKEN, VISION_START

@@ -20,8 +20,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from primerl_hpc.plan.simulation.lengths import Lengths  # noqa: E402
+from primerl_hpc.plan.simulation.sides import EngineSide, SimulatedRun, TrainerSide, Workload  # noqa: E402
 from primerl_hpc.plan.simulation.simulate import simulate  # noqa: E402
-from primerl_hpc.plan.simulation.types import EngineSide, SimulatedRun, TrainerSide, Workload  # noqa: E402
 
 LENGTHS = Lengths.lognormal(mean=100, cv=0.5, longest=400)
 BATCH, GROUP, IN_FLIGHT, OFF_POLICY = 16, 4, 32, 2
@@ -68,7 +68,7 @@ def metrics(engines: int, trainer_nodes: int, step_s: float) -> tuple[dict[str, 
 
 def train(root: str) -> int:
     """Train until a stop is requested or ``enough`` exists."""
-    from primerl_hpc.plan.types import load_plan
+    from primerl_hpc.plan.plan import load_plan
     from primerl_hpc.run.metrics import MetricsWriter
     from primerl_hpc.run.rundir import RunDir
 

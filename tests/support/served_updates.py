@@ -138,7 +138,7 @@ MEASURED: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"], "mamba_n_groups": 1,  # vLLM normalizes each group, transformers all
     },
 }  # fmt: skip
-"""Families that tools/bench/served_families.py compares, because the tests have no time for all of them."""
+"""Families without a test, because the tests have no time for all of them: compare them with the command above."""
 
 HALF = frozenset({
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
@@ -224,10 +224,7 @@ class Engine:
             }
         )
         arguments = engine_args(
-            recipe,
-            model_path=str(folder),
-            accelerator="cpu",
-            model_config=family_config(recipe, str(folder)),
+            recipe, model_path=str(folder), accelerator="cpu", model_config=family_config(recipe, str(folder))
         )
         self.llm = LLM.from_engine_args(EngineArgs.from_cli_args(parse_serve_args(arguments)))
 
@@ -311,7 +308,7 @@ def sending(model: Any) -> Iterator[dict[str, Any]]:
     from primerl_hpc.run.rundir import RunDir
     from primerl_hpc.transport.store import serve_store
     from primerl_hpc.transport.weights.broadcast_group import BroadcastGroup
-    from primerl_hpc.transport.weights.types import RankAssignment, to_body
+    from primerl_hpc.transport.weights.sources import RankAssignment, to_body
 
     store = serve_store(run_keys(RunDir(env.run_dir())), "weights", "127.0.0.1")
 

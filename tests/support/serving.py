@@ -10,6 +10,7 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -136,6 +137,11 @@ class Serving:
         endpoint = read_endpoint(self.run, name)
         assert endpoint is not None
         return endpoint["url"]
+
+    def port(self, name: str) -> int:
+        port = urlsplit(self.url(name)).port
+        assert port is not None
+        return port
 
     def log(self, name: str) -> str:
         return (self.run.attempt_logs(1) / f"{name}.log").read_text()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 
 from primerl_hpc.recipe.schema.training import DPPOLoss
-from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
-from primerl_hpc.trainer.losses.dppo import dppo
+from primerl_hpc.trainer.losses.inputs import LossInputs, TokenLoss
+from primerl_hpc.trainer.losses.policy_losses import dppo
 
 CONFIG = DPPOLoss(mask_low=0.2, mask_high=0.2, kl_tau=0.001)
 DURATION_S = 2.0

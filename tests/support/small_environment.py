@@ -11,18 +11,7 @@ from pathlib import Path
 PACKAGES = (
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions", "submitit"),
     *("cloudpickle", "click", "jinja2", "markupsafe", "yaml", "tenacity", "isal", "cryptography", "cffi"),
-    *(
-        "_cffi_backend",
-        "pycparser",
-        "rich",
-        "httpx",
-        "httpcore",
-        "h11",
-        "anyio",
-        "sniffio",
-        "idna",
-        "certifi",
-    ),
+    *"_cffi_backend pycparser rich httpx httpcore h11 anyio sniffio idna certifi".split(),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,13 @@ def run_in_child(act: Callable[[], Any], prepare: Callable[[], None]) -> Any:
     if is_result:
         return value
     raise value
+
+
+class Command:
+    """A value that creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)

@@ -18,6 +18,7 @@ from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator.components import build_components
 from primerl_hpc.orchestrator.engines.fleet import Fleet
+from primerl_hpc.orchestrator.rollout_data import Group, Rollout, Sample, Split, Start
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.env_client import EnvServerClient
 from primerl_hpc.orchestrator.rollouts.env_pool import EnvServerPool
@@ -25,7 +26,6 @@ from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.setup import RouterAddress, make_fleet
 from primerl_hpc.orchestrator.train_loop import Orchestrator
-from primerl_hpc.orchestrator.types import Group, Rollout, Sample, Split, Start
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environment
 from primerl_hpc.run.rundir import RunDir

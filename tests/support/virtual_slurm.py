@@ -24,22 +24,20 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json, read_jsonl, write_json, write_text
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.launch.chain import ChainRequest
-from primerl_hpc.launch.prepare import engines_script, job_script
-from primerl_hpc.launch.submission import ONE_JOB
+from primerl_hpc.launch.compose import ONE_JOB, ChainRequest
 from primerl_hpc.launch.submit import resume_run
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import Snapshot, take_snapshot
 from primerl_hpc.plan.components import plan_components
+from primerl_hpc.plan.plan import ComponentPlan, NodePlan, OnExit, Plan, PreflightPlan
 from primerl_hpc.plan.split import NodeSplit
-from primerl_hpc.plan.types import ComponentPlan, NodePlan, OnExit, Plan, PreflightPlan
-from primerl_hpc.render.job import render_engines, render_job
+from primerl_hpc.render.job import SETUP_SCRIPT, render_engines, render_job, render_setup
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import JobFact, parse_sacct, parse_squeue, sacct_command, squeue_command
 from tests.support.cluster_user import ClusterUser
 from tests.support.forked_commands import run_command
-from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, captured, make_plan, process_plan, wait_for
 
 T = TypeVar("T")
 TOOL = ROOT / "tools" / "virtual-cluster"
@@ -152,9 +150,7 @@ class Cluster:
         return self.admin("squeue", "--noheader", "--states=all", f"--user={user}", "--format=%i").split()
 
     def tool(self, *words: str, check: bool = True) -> str:
-        done = subprocess.run(
-            [str(TOOL), "--dir", str(self.folder), *words], capture_output=True, text=True, check=False
-        )
+        done = captured([str(TOOL), "--dir", str(self.folder), *words])
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
 
@@ -290,9 +286,10 @@ class SlurmToy:
         write_json(self.run.plan, plan.model_dump(mode="json"))
         if self.elastic:
             engines = render_engines(plan, self.profile, python=sys.executable, package_root=str(ROOT))
-            write_text(engines_script(self.run), engines, mode=0o755)
+            write_text(self.run.engines_script, engines, mode=0o755)
         script = render_job(plan, self.profile, python=sys.executable, package_root=str(ROOT))
-        write_text(job_script(self.run), script, mode=0o755)
+        write_text(self.run.job_script, script, mode=0o755)
+        write_text(self.run.launch / SETUP_SCRIPT, render_setup(self.profile))
         return plan
 
     def _components(self, count: int) -> tuple[ComponentPlan, ...]:
@@ -390,7 +387,7 @@ class SlurmToy:
             "--states=PENDING",
             "--format=%i|%r|%V",
         ]
-        told = subprocess.run(ask_for, check=False, capture_output=True, text=True).stdout
+        told = captured(ask_for).stdout
         for line in set(told.splitlines()) - self.hurried:
             job, reason, _requeued_at = line.strip().split("|")
             if reason == "BeginTime":
@@ -418,6 +415,12 @@ class SlurmToy:
         """Output of the job and its state in SLURM, for a failing test."""
         printed = [path.read_text() for path in (self.run.root / "logs").glob("slurm-*.out")]
         return "\n".join([*printed, ask(["scontrol", "show", "job", self.job]), ask(["sinfo", "-N", "-l"])])
+
+    def finish(self) -> None:
+        """Let the training process end by itself, and check that nothing of the run remains."""
+        (self.run.root / "enough").touch()
+        self.wait_for_state(RunState.DONE)
+        self.assert_nothing_is_left()
 
     def assert_nothing_is_left(self) -> None:
         self.cluster.wait_until_idle()

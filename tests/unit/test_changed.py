@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import changed
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 IMPORTED_BY = {
     "primerl_hpc.plan": set(),
@@ -104,13 +104,10 @@ def test_the_command_runs_what_a_change_reaches(tmp_path: Path) -> None:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        return subprocess.run(
+        return captured(
             [sys.executable, "-m", "tests.support.changed", *words],
             cwd=tmp_path,
             env={**environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": "-rP"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
 
     assert "reach 0 test modules" in run().stdout
@@ -127,12 +124,10 @@ def test_the_nearest_modules_run_first(tmp_path: Path) -> None:
     for name in ("test_a.py", "test_b.py", "test_c.py"):
         (tmp_path / name).write_text("def test(): pass")
     options = ("-p", "tests.support.changed", "--rootdir", str(tmp_path), "-q", "--collect-only")
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "pytest", *options, str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, changed.ORDER: os.pathsep.join(("test_c.py", "test_a.py"))},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert re.findall(r"test_\w\.py", done.stdout) == ["test_c.py", "test_a.py", "test_b.py"]
@@ -144,13 +139,18 @@ def test_tests_are_left_out_when_the_time_for_their_kind_is_over(tmp_path: Path)
         (tmp_path / "tests" / folder / f"test_{folder}.py").write_text("def test(): pass")
 
     def run(left_s: float) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "tests.support.changed", "-rs", f"--rootdir={tmp_path}",
-             f"--confcutdir={tmp_path}", str(tmp_path)],
-            cwd=ROOT, env={**os.environ, changed.END: str(time.time() + left_s)},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return done.stdout
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.support.changed",
+            "-rs",
+            f"--rootdir={tmp_path}",
+        ]
+        command += [f"--confcutdir={tmp_path}", str(tmp_path)]
+        environ = {**os.environ, changed.END: str(time.time() + left_s)}
+        return captured(command, cwd=ROOT, env=environ, check=True).stdout
 
     assert "2 passed" in run(3600)
     after_the_unit_tests = run(-1)

@@ -16,8 +16,13 @@ CALLED_BY_OTHERS = {
     "log_message": "http.server",
     "handle_error": "http.server",
     "service_actions": "http.server",
-    "check_here": "text of a subprocess",
-    "find_faults": "launch.checks.interpreters, by name",
+    "check_here": "common.interpreters, by name",
+    "count_tasks": "common.interpreters, by name",
+    "data_types": "common.interpreters, by name",
+    "find_faults": "common.interpreters, by name",
+    "find_modules": "common.interpreters, by name",
+    "install_if_missing": "common.interpreters, by name",
+    "missing_modules": "common.interpreters, by name",
     "EngineRoutes": "vLLM, by name",
     "serve_tokens_full_generator": "vLLM",
     "CPUWeightUpdate": "vLLM, by name",
@@ -26,7 +31,6 @@ CALLED_BY_OTHERS = {
     "primerl_update_weights": "vLLM's collective_rpc, by name",
     "ChatMLRenderer": "renderers, by name",
     "LiteralRenderer": "renderers, by name",
-    "RolloutReceiver": "type of a transport, docs/extending.md",
     "write_data": "torch's checkpoint writer",
     "record_exception": "torch's error handler",
     "_popen": "torch's elastic agent",
@@ -41,7 +45,6 @@ CALLED_BY_OTHERS = {
     "has_extended_api": "torch's store",
     "__getitem__": "safetensors' slices",
     "_": "registered by a decorator of torch",
-    "uses_modules": "templates",
 }
 """Functions, methods and classes that only other packages call, and who does."""
 REGISTERED = ["@field_validator", "@model_validator", "@vf.metric", "@vf.reward"]

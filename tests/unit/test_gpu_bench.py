@@ -30,9 +30,9 @@ def test_all_parts_fit_into_the_time_of_the_command():
 
 
 def test_every_kind_of_part_has_a_small_form_for_cpus():
-    """Speed, complete runs, head, loop and saves; the rest are tests and measurements that only a GPU can show."""
+    """Speed, complete runs and the loop; the rest are tests and measurements that only a GPU can show."""
     small = {name for name, part in gpu.PARTS.items() if part.on_cpu is not None}
-    assert set(gpu.PARTS) - small == {"tests", "chunked-head-bfloat16", "weight-write", "memory"}
+    assert set(gpu.PARTS) - small == {"tests", "memory"}
     for name in small:
         command, on_cpu = gpu.PARTS[name].command, gpu.PARTS[name].on_cpu
         assert on_cpu is not None and command[0] == on_cpu[0]  # the same code
@@ -78,12 +78,12 @@ def test_a_call_keeps_the_results_of_other_parts_and_runs_its_own_in_the_order_g
     monkeypatch.setattr(gpu, "run_part", run_part)
     call("--only", "memory", "tests")
     assert order == ["memory", "tests"]
-    parts = call("--within", "0", "--only", "tests", "async-save")
+    parts = call("--within", "0", "--only", "tests", "trainer-loop")
     assert len(order) == 2
     assert {name: result["outcome"] for name, result in parts.items()} == {
         "memory": "done",
         "tests": "not begun: no time is left",
-        "async-save": "not begun: no time is left",
+        "trainer-loop": "not begun: no time is left",
     }
 
 

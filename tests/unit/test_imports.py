@@ -29,20 +29,7 @@ MAY_IMPORT = {
         *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"),
         "tracking",
     },
-    "cli": {
-        "common",
-        "slurm",
-        "run",
-        "recipe",
-        "cluster",
-        "plan",
-        "render",
-        "launch",
-        "observe",
-        "runtime",
-        "envs",
-        "tracking",
-    },
+    "cli": set("common slurm run recipe cluster plan render launch observe runtime envs tracking".split()),
     "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
     | {"tracking"},
@@ -152,7 +139,6 @@ USES_OWN_PATH = {
     "common/package.py": "PYTHONPATH",
     "cli/role.py": "PYTHONPATH",
     "envs/__init__.py": "sys.path",
-    "launch/prepare.py": "the git checkout",
     "trainer/watchdog.py": "frames of tracebacks",
 }
 
@@ -246,7 +232,7 @@ def test_functions_fit_on_a_screen() -> None:
     assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
 
 
-ONE_FILE_AN_ENTRY = {"cli", "roles", "orchestrator/algorithms", "trainer/losses"}
+ONE_FILE_AN_ENTRY = {"cli", "roles"}
 """Folders with one file for each entry of a table: they may hold any number of modules."""
 MODULES = {
     str(path.parent.relative_to(PACKAGE)): sorted(
@@ -273,7 +259,7 @@ def test_a_reading_order_names_the_modules_that_exist() -> None:
 
 PURE_FOLDERS = [f"orchestrator/{folder}" for folder in ("scheduling", "algorithms", "scoring", "batches")]
 PURE_FOLDERS.append("plan")
-PLAN_FILES = {"plan/types.py": "reads plan.json", "plan/planner.py": "paths of files of the run"}
+PLAN_FILES = {"plan/plan.py": "reads plan.json", "plan/planner.py": "paths of files of the run"}
 """Modules of a pure folder that import RunDir, and why."""
 
 
@@ -340,8 +326,12 @@ SUBFOLDERS = {
     },
     "envs": {"tool_servers": set(), "serving": set(), "shipped": {"serving", "tool_servers"}},
     "inference": {"worker": set(), "load": set()},
-    "observe": {"status": set(), "diagnose": {"status", "inside"}, "logs": {"status"}}
-    | {"inside": {"status", "logs"}, "follow": {"status", "diagnose"}, "report": {"status", "diagnose"}},
+    "observe": {
+        "status": set(),
+        "inside": {"status"},
+        "diagnose": {"status", "inside"},
+        "report": {"status", "diagnose"},
+    },
     "orchestrator": {
         "scheduling": set(),
         "rollouts": set(),
@@ -353,19 +343,18 @@ SUBFOLDERS = {
         "engines": {"scheduling"},
         "checkpoint": {"batches", "rollouts", "scheduling"},
     },
-    "recipe": {"schema": set(), "sft": {"schema"}, "chat_template": {"schema"}},
-    "runtime": {"files": set(), "steps": {"files"}, "job": {"files", "steps"}}
-    | {"elastic": {"files", "job", "steps"}},
+    "recipe": {"schema": set(), "sft": {"schema"}},
+    "runtime": {"files": set(), "steps": {"files"}, "job": {"files", "steps"}},
     "trainer": {
         "fp8": set(),
         "parallel": {"fp8"},
         "losses": set(),
-        "host": set(),
         "sft": set(),
-        "model": {"fp8", "host", "parallel"},
-    }
-    | {"optim": {"host", "model", "parallel"}, "weights": {"model", "parallel"}}
-    | {"checkpoint": {"host", "optim", "parallel", "weights"}, "colocation": {"host", "optim", "parallel"}},
+        "model": {"fp8", "parallel"},
+        "optim": {"model", "parallel"},
+        "weights": {"model", "parallel"},
+        "checkpoint": {"optim", "parallel", "weights"},
+    },
     "transport": {"rollouts": set(), "base_models": set(), "weights": {"base_models"}},
 }
 """Subfolder → the other subfolders of its folder that it may import, at run time or for types."""

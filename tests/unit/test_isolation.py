@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 from tests.support.isolation import isolate
 
 SHOWS = """
@@ -55,9 +54,7 @@ def run_shows(folder: Path, workers: str) -> dict[str, object]:
         "--rootdir",
         str(folder),
     ]
-    done = subprocess.run(
-        command, cwd=folder, env=environ, umask=0o077, capture_output=True, text=True, check=False
-    )
+    done = captured(command, cwd=folder, env=environ, umask=0o077)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "seen.json").read_text())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 MODULE = "orchestrator/scoring/filters"
 
@@ -32,11 +31,8 @@ def line_of(text: str) -> int:
 @pytest.mark.slow
 def test_the_bench_detects_a_comparison_that_is_off_by_one(bench: Any) -> None:
     line = line_of(">= config.window")
-    done = subprocess.run(
-        [sys.executable, bench.__file__, "--module", MODULE, "--line", str(line), "--jobs", "1", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = captured(
+        [sys.executable, bench.__file__, "--module", MODULE, "--line", str(line), "--jobs", "1", "--json"]
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import configparser
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 TOOL = ROOT / "tools" / "python-versions"
 TESTS = (
@@ -40,13 +39,7 @@ def test_a_login_nodes_tests_pass_on_another_version(
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         pytest.skip(f"the other tests run on Python {version}")
     venvs = Path(os.environ.get("PYTHON_VERSIONS_DIR") or tmp_path_factory.getbasetemp() / "venvs")
-    done = subprocess.run(
-        [str(TOOL), version, "--", *TESTS],
-        env={**os.environ, "PYTHON_VERSIONS_DIR": str(venvs)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([str(TOOL), version, "--", *TESTS], env={**os.environ, "PYTHON_VERSIONS_DIR": str(venvs)})
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode in (69, 77):  # no interpreter, or packages that cannot be fetched here
         pytest.skip(last)
@@ -55,5 +48,5 @@ def test_a_login_nodes_tests_pass_on_another_version(
 
 
 def test_a_wrong_argument_is_refused_with_the_usage() -> None:
-    done = subprocess.run([str(TOOL), "2.7"], capture_output=True, text=True, check=False)
+    done = captured([str(TOOL), "2.7"])
     assert done.returncode == 2 and done.stderr.startswith("usage: tools/python-versions"), done.stderr

@@ -31,7 +31,7 @@ from primerl_hpc.run.metrics import read_last_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import SIDE_DONE
 from primerl_hpc.transport.rollouts.filesystem import FilesystemSender
-from primerl_hpc.transport.rollouts.types import StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo
 from tests.support.helpers import make_plan, make_tiny_model, process_plan, random_row, role_env
 
 OUT = ROOT / "docs" / "measurements" / "files.json"

@@ -55,7 +55,7 @@ SUPERVISOR = """
 import asyncio, os, sys, time
 from pathlib import Path
 from primerl_hpc.common.names import Role
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
@@ -113,7 +113,7 @@ from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.orchestrator import event_loop
 from primerl_hpc.orchestrator.engines import weight_watcher
 from primerl_hpc.orchestrator.rollouts import env_client
-from primerl_hpc.orchestrator.types import Split
+from primerl_hpc.orchestrator.rollout_data import Split
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run import endpoints
 from primerl_hpc.run.endpoints import publish_endpoint, read_endpoint
@@ -166,7 +166,7 @@ from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.elastic import engine_host
+from primerl_hpc.runtime import engine_host
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
 run, engines, settle_s, seconds = RunDir(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 modules = [engine_host]

@@ -80,16 +80,7 @@ def run_figures(text: str) -> list[Figure]:
     document = json.loads(text) if text else {"rows": (), "wrong": ()}
     for row in document["rows"]:
         name = row["transport"]
-        for key in (
-            "tokens/s",
-            "step_s",
-            "train_s",
-            "publish_s",
-            "update_s",
-            "paused_s",
-            "GiB",
-            "mismatch_kl",
-        ):
+        for key in "tokens/s step_s train_s publish_s update_s paused_s GiB mismatch_kl".split():
             figures.append({"figure": f"{name}: {key}", "value": row[key], "asked": "", "met": None})
         for found in row["planner"]:
             asked = f"planned {found['predicted']:.3g}, {found['low']:.3g} to {found['high']:.3g}"
@@ -105,26 +96,6 @@ def memory_figures(text: str) -> list[Figure]:
     rows = re.findall(r"^ *(\S.*?) +(\d+) +\d+\.\d\d +\d+\.\d\d$", text, re.MULTILINE)
     peaks = [{"figure": f"MiB, {name}", "value": int(peak), "asked": "", "met": None} for name, peak in rows]
     return peaks + asked_figures(text)
-
-
-FIRST_KERNELS = ("FlashAttention-2 of torch", "in place")
-"""Kernels of `gpu_kernels.py` that the others are compared with."""
-
-
-def kernel_figures(text: str) -> list[Figure]:
-    """Parse the JSON of `gpu_kernels.py`: times relative to the first kernels of each case."""
-    document = json.loads(text) if text else {"rows": (), "wrong": ()}
-    figures: list[Figure] = [
-        {
-            "figure": f"{row['part']}, {row['case']}, {row['kernels']}: ratio",
-            "value": row["ratio"],
-            "asked": "",
-            "met": None,
-        }
-        for row in document["rows"]
-        if row["kernels"] not in FIRST_KERNELS
-    ]
-    return figures + [{"figure": text, "value": "-", "asked": "", "met": False} for text in document["wrong"]]
 
 
 def pytest_figures(text: str) -> list[Figure]:
@@ -163,11 +134,8 @@ def bench(
 SPEED = "trainer_speed.py --json --steps 4 --cases"
 SMALL_SPEED = "trainer_speed.py --json --steps 1 --divide 512 --layers 1 --set trainer.param_dtype=float32 --cases"
 RUN, SMALL_RUN = "rl_run.py --json --transports", "rl_run.py --json --small --transports"
-SMALL_HEAD = "chunked_head.py --tokens 64 --vocabulary 512 --hidden 32"
 SMALL_LOOP = "trainer_loop.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --lengths 16-64 --steps 2 --warm-up 1"
-SMALL_SAVE = "async_save.py --hidden 32 --layers 1 --seq-len 64 --rows 1 --saves 2"
 LOOP = "trainer_loop.py --hidden 1024 --layers 28 --vocabulary 151936 --dtype bfloat16 --seq-len 8192 --rows 2 --steps 15"  # noqa: E501
-SAVE = "async_save.py --hidden 1024 --layers 8 --seq-len 2048 --rows 12"  # a checkpoint of 1.3 GB
 TESTS = "-m pytest tests/gpu -v --tb=short -p no:cacheprovider -o timeout=120"
 NEEDS_TWO = ("rl-broadcast",)
 """Parts for which one GPU is not enough."""
@@ -183,15 +151,7 @@ PARTS = {
     "rl-filesystem": bench(RUN, "filesystem", limit_s=130, read=run_figures, on_cpu=f"{SMALL_RUN} filesystem"),
     "rl-delta": bench(RUN, "delta", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} delta"),
     "rl-broadcast": bench(RUN, "broadcast", limit_s=120, read=run_figures, on_cpu=f"{SMALL_RUN} broadcast"),
-    "kernels": bench(
-        "gpu_kernels.py --json", limit_s=45, read=kernel_figures,
-        on_cpu="gpu_kernels.py --json --tokens 64 --vocabulary 512",
-    ),
-    "chunked-head": bench("chunked_head.py --device cuda", limit_s=30, on_cpu=SMALL_HEAD),
-    "chunked-head-bfloat16": bench("chunked_head.py --device cuda --dtype bfloat16", limit_s=30),
     "trainer-loop": bench(LOOP, limit_s=45, on_cpu=SMALL_LOOP),
-    "async-save": bench(SAVE, limit_s=50, on_cpu=SMALL_SAVE),
-    "weight-write": bench("weight_write.py --turns 3", limit_s=35),
     "memory": bench(
         "trainer_memory.py --settings", *dict.fromkeys((*SAVES.values(), *SAVES)), limit_s=50, read=memory_figures
     ),

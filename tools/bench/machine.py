@@ -1,5 +1,5 @@
-"""Helpers of the benchmarks: description of the machine, tables, exit codes, comparison with a required figure, peak
-memory.
+"""Helpers of the benchmarks: description of the machine, shape of a model, tables, exit codes, comparison with a
+required figure, peak memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+QWEN3_600M = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -48,8 +48,8 @@ TESTS = {
     "orchestrator/scheduling/curriculum": "orchestrator/test_curriculum.py orchestrator/test_sampler.py",
     "orchestrator/batches/packing": "orchestrator/test_packing.py",
     "orchestrator/scoring/filters": "orchestrator/test_selection.py",
-    "trainer/losses/dppo": "trainer/test_losses.py",
-    "trainer/losses/components": "trainer/test_losses.py",
+    "trainer/losses/policy_losses": "trainer/test_losses.py",
+    "trainer/losses/step_loss": "trainer/test_losses.py",
     "recipe/schedules": "recipe/test_schedules.py",
     "recipe/schema/cross_checks": "recipe/test_cross_checks.py",
     "cluster/directives": "cluster/test_directives.py",
@@ -57,19 +57,8 @@ TESTS = {
 }
 """Module of the package → its unit tests."""
 
-FLIPS = (
-    "Eq_NotEq",
-    "NotEq_Eq",
-    "Lt_LtE",
-    "Lt_GtE",
-    "LtE_Lt",
-    "LtE_Gt",
-    "Gt_GtE",
-    "Gt_LtE",
-    "GtE_Gt",
-    "GtE_Lt",
-    "Is_IsNot",
-    "IsNot_Is",
+FLIPS = tuple(
+    ("Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Is_IsNot IsNot_Is").split()
 )
 OPERATORS = [
     *(f"core/ReplaceComparisonOperator_{flip}" for flip in FLIPS),
@@ -92,10 +81,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "_highest_step: int = 0 → _highest_step: int = -1",
     ): "at the first fault there is no earlier one to forget",
     **{
-        (
-            "runtime/policy",
-            f"served_s: float = 0.0 → served_s: float = {value}",
-        ): "only 600 s and more count"
+        ("runtime/policy", f"served_s: float = 0.0 → served_s: float = {value}"): "only 600 s and more count"
         for value in ("1.0", "-1.0")
     },
     **{
@@ -134,7 +120,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
 """(module, changed line as it was → as it is) → why no test can tell the mutant from the module."""
 EQUIVALENT_LINES: dict[tuple[str, str], str] = {
     (
-        "trainer/losses/components",
+        "trainer/losses/step_loss",
         line,
     ): "try_loss reads the names of the metrics and whether there is a gradient, whatever the values"
     for line in (
@@ -145,7 +131,7 @@ EQUIVALENT_LINES: dict[tuple[str, str], str] = {
     (
         "orchestrator/batches/packing",
         "COST_UNITS = 1 << 20",
-    ): "the unit in which costs are rounded to integers",
+    ): "the unit in which costs are rounded to integers"
 }
 """(module, line) → why no change of a number in this line has an effect."""
 DETECTED = 0.9

@@ -42,13 +42,13 @@ from primerl_hpc.orchestrator.batches.batcher import BatchBuilder  # noqa: E402
 from primerl_hpc.orchestrator.driver import RolloutDriver  # noqa: E402
 from primerl_hpc.orchestrator.evaluation import Evaluator  # noqa: E402
 from primerl_hpc.orchestrator.event_loop import loop_factory  # noqa: E402
+from primerl_hpc.orchestrator.rollout_data import Split  # noqa: E402
 from primerl_hpc.orchestrator.rollouts.env_client import sampling_config, train_client  # noqa: E402
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner  # noqa: E402
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits  # noqa: E402
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler  # noqa: E402
 from primerl_hpc.orchestrator.scoring.scoring import Scorer  # noqa: E402
 from primerl_hpc.orchestrator.setup import RouterAddress, load_environments  # noqa: E402
-from primerl_hpc.orchestrator.types import Split  # noqa: E402
 from primerl_hpc.plan.planner import compile_plan  # noqa: E402
 from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
 from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402

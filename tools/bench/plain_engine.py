@@ -32,7 +32,7 @@ from primerl_hpc.roles.start import RoleProcess, start_role  # noqa: E402
 from primerl_hpc.run.access.keys import run_keys  # noqa: E402
 from primerl_hpc.run.endpoints import publish_endpoint  # noqa: E402
 from primerl_hpc.run.ports import bind_listener, listen_host  # noqa: E402
-from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, from_body  # noqa: E402
+from primerl_hpc.transport.weights.sources import DeltaChain, RankAssignment, from_body  # noqa: E402
 
 MAX_RUNNING = 256
 

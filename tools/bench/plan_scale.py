@@ -26,7 +26,7 @@ from machine import ROOT, show
 
 sys.path.insert(0, str(ROOT))
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.submission import forecast_for, make_script
+from primerl_hpc.launch.compose import make_script, plan_run
 from primerl_hpc.recipe.load import load_recipe
 
 RECIPE = """\
@@ -57,7 +57,7 @@ def measure(nodes: int, recipe: Path) -> dict[str, Any]:
         load_profile("h100x64", overrides=of_profile),
     )
     start = time.perf_counter()
-    plan, _ = forecast_for(loaded, profile, Path("/scratch/runs/scale"))
+    plan = plan_run(loaded, profile, Path("/scratch/runs/scale")).plan
     planned = time.perf_counter()
     script = make_script(plan, profile, None)
     rendered = time.perf_counter()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from primerl_hpc.common.names import Role  # noqa: E402
 from primerl_hpc.plan.simulation.lengths import Lengths  # noqa: E402
-from primerl_hpc.plan.simulation.types import EngineSide  # noqa: E402
+from primerl_hpc.plan.simulation.sides import EngineSide  # noqa: E402
 from primerl_hpc.roles.start import RoleProcess, start_role  # noqa: E402
 from primerl_hpc.run.access.keys import run_keys  # noqa: E402
 from primerl_hpc.run.endpoints import publish_endpoint  # noqa: E402

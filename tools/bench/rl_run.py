@@ -6,7 +6,7 @@
     tools/bench/rl_run.py --small                           # the same with a tiny model, also on CPUs: two minutes
     tools/bench/rl_run.py --engine transformers             # engines of `plain_engine.py`; the default without vLLM
 
-Weights are random, so rewards mean nothing: `recipe_twins.py` and the recipes show learning. On one GPU (or with
+Weights are random, so rewards mean nothing: `rewards.py` shows learning. On one GPU (or with
 --slots 1) engine and trainer take turns; with `delta` they share its memory, and `broadcast`, which needs two GPUs, is
 left out. Each run is `primerl-hpc submit`; the steps after the first are measured. Speeds of engines in transformers
 mean nothing. Exits with 1 if a run does not end as done, or an update is missing.
@@ -26,8 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, conclude
-from weight_write import QWEN3_600M
+from machine import QWEN3_600M, ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
 

@@ -44,8 +44,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from machine import describe_machine, show  # noqa: E402
 from rated_roles import DealtLengths, coarse_lengths  # noqa: E402
 
+from primerl_hpc.plan.simulation.sides import EngineSide, TrainerSide, Workload  # noqa: E402
 from primerl_hpc.plan.simulation.simulate import simulate  # noqa: E402
-from primerl_hpc.plan.simulation.types import EngineSide, TrainerSide, Workload  # noqa: E402
 from primerl_hpc.run.metrics import read_steps  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 

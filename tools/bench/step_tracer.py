@@ -301,10 +301,7 @@ def traced_trainer(
         setattr(train_step.Trainer, name, tracer.phase_of(getattr(train_step.Trainer, name), phase))
     with FakeTensorMode(allow_non_fake_inputs=True), tracer:
         watchdog: Any = NoWatchdog()
-        yield (
-            tracer,
-            train_step.build_trainer(recipe, str(folder), world, watchdog, may_be_random=True),
-        )
+        yield (tracer, train_step.build_trainer(recipe, str(folder), world, watchdog, may_be_random=True))
 
 
 def trace_steps(

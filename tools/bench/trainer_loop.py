@@ -105,7 +105,7 @@ def made_up_stream(options: argparse.Namespace, turn: Connection):
     """Yield the same packed rows to both loops. Before each batch, report the end of the last step and wait for the
     next turn.
     """
-    from primerl_hpc.plan.bench import BenchRequest
+    from primerl_hpc.plan.bench_plans import BenchRequest
     from primerl_hpc.recipe.load import parse_recipe
     from primerl_hpc.trainer.bench import SyntheticRows
     from primerl_hpc.trainer.sft.stream import SFTBatch, SFTStream

@@ -23,8 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from machine import ROOT, is_met, peak_of
-from weight_write import QWEN3_600M
+from machine import QWEN3_600M, ROOT, is_met, peak_of
 
 sys.path.insert(0, str(ROOT))
 
@@ -36,10 +35,7 @@ SETTINGS: dict[str, dict] = {
     "nothing, in bfloat16": {"activation_checkpointing": "none", "param_dtype": "bfloat16"},
     "recompute mlp": {"activation_checkpointing": ["mlp"]},
     "recompute mlp, attention": {"activation_checkpointing": ["mlp", "self_attn"]},
-    "recompute every second block": {
-        "activation_checkpointing": "full",
-        "activation_checkpointing_every": 2,
-    },
+    "recompute every second block": {"activation_checkpointing": "full", "activation_checkpointing_every": 2},
     "recompute blocks": {"activation_checkpointing": "full"},
     "recompute, inputs on host": {"activation_checkpointing": "full", "activation_offload": True},
     "recompute, optimizer on host": {"activation_checkpointing": "full", "optimizer_offload": True},

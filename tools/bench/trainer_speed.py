@@ -22,8 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import ROOT, show
-from weight_write import QWEN3_600M
+from machine import QWEN3_600M, ROOT, show
 
 ROWS = 2
 

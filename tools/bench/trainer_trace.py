@@ -118,7 +118,7 @@ def make_rows(case: TraceCase) -> list[Any]:
     """Return rows of one sample each, sampled and trained as in RL."""
     import numpy as np
 
-    from primerl_hpc.transport.rollouts.types import MicroBatch
+    from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
     size = case.seq_len
     streams = {
@@ -173,12 +173,7 @@ def run_case(name: str, top: int, layers: int | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = make_recipe(case, Path(folder))
         found = trace_steps(
-            recipe,
-            Path(folder),
-            make_rows(case),
-            ranks=case.ranks,
-            ranks_per_node=8,
-            with_snapshot=top > 0,
+            recipe, Path(folder), make_rows(case), ranks=case.ranks, ranks_per_node=8, with_snapshot=top > 0
         )
     predicted = predicted_memory(case).allocated
     sent: Counter[str] = Counter()

@@ -13,6 +13,7 @@ and holds every tensor; vLLM's own loading, which follows, is the same for all. 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
@@ -24,10 +25,37 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from machine import ROOT, describe_machine
-from weight_write import QWEN3_600M, build
+from machine import QWEN3_600M, ROOT, describe_machine
 
 sys.path.insert(0, str(ROOT))
+
+
+def build(folder: Path, shape: dict):
+    """Create a one-rank trainer with random weights."""
+    from primerl_hpc.recipe.load import parse_recipe
+    from primerl_hpc.run.ports import free_port
+    from primerl_hpc.run.rundir import RunDir
+    from primerl_hpc.trainer.setup import start_world
+    from primerl_hpc.trainer.train_step import build_trainer
+    from primerl_hpc.trainer.watchdog import Watchdog
+
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {**group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(shape))
+    recipe = parse_recipe(
+        {
+            "kind": "sft",
+            "name": "x",
+            "model": {"name": str(model)},
+            "max_steps": 1,
+            "sft": {"data": {"path": "x"}},
+        }
+    )
+    run = RunDir(folder / "run")
+    watchdog = Watchdog(run, "bench", rank=0, size=1, timeout_s=3600)
+    return run, build_trainer(recipe, str(model), start_world(recipe), watchdog, may_be_random=True)
 
 
 @dataclass

@@ -20,14 +20,12 @@ import os
 import platform
 import stat
 import tarfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import create_exclusive
-from primerl_hpc.common.node.filesystems import lock_file
+from primerl_hpc.common.locks import lock_file, take_exclusive
 
 FOLDERS = ("inductor", "triton", "vllm", "flashinfer", "deep-gemm", "miopen", "miopen-cache")
 """Subfolders of the job's private folder that are kept."""
@@ -134,7 +132,7 @@ class CompileCaches:
                 return False
             self.store.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self.store / f"{self.key}.lock"
-            if not _is_private(self.store) or not _take(lock):
+            if not _is_private(self.store) or not take_exclusive(lock, STALE_S):
                 return False
             try:
                 self._write(files)
@@ -184,19 +182,6 @@ def _is_private(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode)
-
-
-def _take(lock: Path) -> bool:
-    """Create the lock of an archive; False while another process writes it."""
-    if create_exclusive(lock, str(os.getpid())):
-        return True
-    try:
-        is_stale = time.time() - lock.stat().st_mtime > STALE_S
-    except FileNotFoundError:
-        is_stale = True
-    if is_stale:
-        lock.unlink(missing_ok=True)
-    return is_stale and create_exclusive(lock, str(os.getpid()))
 
 
 def _replace(path: Path, old: str, new: str) -> None:

@@ -2,9 +2,8 @@
 for `deferred`.
 
 Reading order: deferred (imports that most runs do not need) → server (one message with each episode, uvloop) →
-short_calls (no thread for what is short) → lookups (results of lookups are kept between rollouts) → games (word lists
-likewise) → in_process (model calls without HTTP) → token_client (tokens from the engines as arrays) → tokenizers
-(loaded once, without torch) → context_limits (a conversation that fills the context ends, and is scored)
-→ token_limits (the name of a limit that an external server accepts) → own_user (other users of the node cannot
+games (word lists are read once) → in_process (model calls without HTTP) → token_client (tokens from the engines as
+arrays) → tokenizers (loaded once, without torch) → context_limits (a conversation that fills the context ends, and is
+scored) → token_limits (the name of a limit that an external server accepts) → own_user (other users of the node cannot
 connect).
 """

@@ -1,12 +1,9 @@
-"""Make verifiers' environment server cheaper: one message with each finished episode, and less work for each turn.
+"""Adapt verifiers' environment server: one message with each finished episode, and an end at SIGTERM.
 
     adapt_server()          # in the environment server, before verifiers serves
 
 verifiers 0.4.0 sends every change of a trace to the client at once, four to six messages for a rollout of one turn. The
 orchestrator reads complete episodes only. Each message costs serialization, encryption and a wake-up on both sides.
-
-pydantic 2.14 inspects the signature of a ``default_factory`` for every object that it builds without validation,
-and verifiers builds several for each turn. The result is a property of the factory, so it is cached.
 
 SIGTERM ends the server through its event loop: verifiers raises KeyboardInterrupt in whatever code is executed, and
 uvloop discards it in a callback of a connection, after which further signals are ignored.
@@ -32,7 +29,6 @@ def adapt_server() -> None:
 
     server.DeltaStreamer = _final_streamer()
     server.EnvServer.run = end_at_sigterm(server.EnvServer.run)
-    cache_default_factories()
     end_at_context_limit()
     rename_token_limits()
     check_users()
@@ -63,15 +59,6 @@ def end_at_sigterm(run: Callable[..., Any]) -> Callable[..., Any]:
                 raise
 
     return run_until_sigterm
-
-
-def cache_default_factories() -> None:
-    """Cache what pydantic finds out about default factories. Without effect for versions that do not do this."""
-    from pydantic._internal import _fields
-
-    inspect_factory = getattr(_fields, "takes_validated_data_argument", None)
-    if inspect_factory is not None and not hasattr(inspect_factory, "cache_info"):
-        _fields.takes_validated_data_argument = functools.lru_cache(maxsize=1024)(inspect_factory)
 
 
 def _final_streamer() -> type[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from primerl_hpc.inference.load.timing import RequestTimes, summarize_engines, summarize_requests
-from primerl_hpc.plan.bench import TOKEN_IDS, LoadRequest, draw_lengths
+from primerl_hpc.plan.bench_plans import TOKEN_IDS, LoadRequest, draw_lengths
 
 Send = Callable[[list[int], int], Awaitable[RequestTimes]]
 Look = Callable[[], Awaitable[dict[str, dict[str, float]]]]

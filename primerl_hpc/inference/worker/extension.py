@@ -1,7 +1,7 @@
 """Mixin that vLLM adds to its worker class (``--worker-extension-cls``): load a policy version in place.
 
 The routes call ``primerl_prepare_update(body)`` on every worker of every data-parallel rank with the orchestrator's
-request (`transport.weights.types`). Each worker checks the complete folder without changing its weights, so a damaged
+request (`transport.weights.sources`). Each worker checks the complete folder without changing its weights, so a damaged
 folder yields an error response and the engine continues to serve. If all workers succeed,
 ``primerl_update_weights(body)`` loads the tensors as a stream: a rank keeps only its slices, and a node's memory may
 not hold a full copy per rank.
@@ -26,7 +26,7 @@ from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.base_models.snapshots import local_snapshot
 from primerl_hpc.transport.weights.filesystem import MANIFEST
-from primerl_hpc.transport.weights.types import DeltaChain, RankAssignment, from_body
+from primerl_hpc.transport.weights.sources import DeltaChain, RankAssignment, from_body
 
 logger = logging.getLogger(__name__)
 record_start_times()  # vLLM imports this module in every worker before it loads the model

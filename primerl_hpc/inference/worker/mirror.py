@@ -24,11 +24,11 @@ from isal import isal_zlib
 
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import listed_file, read_json_or_none, write_json
-from primerl_hpc.common.node.filesystems import lock_file
+from primerl_hpc.common.locks import lock_file
 from primerl_hpc.transport.weights.delta import OtherShardError, read_link
 from primerl_hpc.transport.weights.delta_codec import apply
 from primerl_hpc.transport.weights.filesystem import manifest_files
-from primerl_hpc.transport.weights.types import DeltaChain
+from primerl_hpc.transport.weights.sources import DeltaChain
 
 logger = logging.getLogger(__name__)
 

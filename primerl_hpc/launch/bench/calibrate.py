@@ -34,9 +34,9 @@ from primerl_hpc.common.errors import (
 )
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.package import package_root
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.launch.doctor.nodes import node_srun_command
-from primerl_hpc.launch.prepare import package_root, runs_folder
 from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.hardware import GpuSpec, gpu_spec, spec_of_device
@@ -110,7 +110,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _work_folder(profile: Profile) -> Iterator[Path]:
-    folder = runs_folder(profile).resolve()
+    folder = profile.runs_folder().resolve()
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder, prefix=".calibrate-"))

@@ -20,16 +20,18 @@ from dataclasses import replace
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.errors import ExitCode, RoleError, SchedulerError, TimeoutWaitingError
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json, write_text
+from primerl_hpc.common.log import show_warnings
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.package import package_root
 from primerl_hpc.common.waiting import wait_until
-from primerl_hpc.launch.chain import drop_jobs
-from primerl_hpc.launch.prepare import job_script, package_root
-from primerl_hpc.launch.submission import make_script
+from primerl_hpc.launch.compose import make_scripts
+from primerl_hpc.launch.queue import drop_jobs
 from primerl_hpc.launch.submit import queue_run
-from primerl_hpc.observe.follow.follow import POLL_S, RunFollower
+from primerl_hpc.observe.follow import POLL_S, RunFollower
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import last_job_output, real_state
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
+from primerl_hpc.render.lint import warnings_of
 from primerl_hpc.run.rundir import CANCEL, RunDir
 from primerl_hpc.slurm.jobs import JobFact, is_job_over
 
@@ -54,7 +56,7 @@ def run_job(
     """
     scheduler = profile.profile.scheduler.model_copy(update={"requeue": False})
     profile = replace(profile, profile=profile.profile.model_copy(update={"scheduler": scheduler}))
-    write_text(job_script(run), make_script(plan, profile, package_root()), mode=0o755)
+    write_scripts(run, plan, profile)
     with _record_signals() as received:
         job = queue_run(run, plan).job_id
         try:
@@ -66,6 +68,14 @@ def run_job(
     if fault is not None:
         raise fault
     return job
+
+
+def write_scripts(run: RunDir, plan: Plan, profile: LoadedProfile) -> None:
+    """Write the batch script and what it sources."""
+    scripts = make_scripts(plan, profile, package_root())
+    show_warnings(warnings_of(scripts["job.sbatch"]))
+    for name, text in scripts.items():
+        write_text(run.launch / name, text, mode=0o755)
 
 
 @contextlib.contextmanager

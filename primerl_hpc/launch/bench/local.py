@@ -25,18 +25,19 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, ExitCode, RoleError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Kind
+from primerl_hpc.common.package import package_root
 from primerl_hpc.launch.bench.job import measure_in_job
-from primerl_hpc.launch.prepare import check_path, interpreter_here, package_root, runs_folder
+from primerl_hpc.launch.compose import check_path
 from primerl_hpc.launch.submit import check_job_changes
-from primerl_hpc.plan.bench import BenchRequest, for_bench
+from primerl_hpc.plan.bench_plans import BenchRequest, for_bench
+from primerl_hpc.plan.plan import NodePlan, PhasePlan, Plan, ProcessPlan, load_plan, with_interpreter
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import NodePlan, PhasePlan, Plan, ProcessPlan, load_plan, with_interpreter
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.resolve import resolve_model
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.local import visible_accelerators
-from primerl_hpc.runtime.types import Launch
 
 
 def bench_recipe(
@@ -47,11 +48,15 @@ def bench_recipe(
     Raises ConfigError if the recipe has no trainer of this kind; otherwise like `bench_run`.
     """
     recipe = for_bench(_of_kind(resolve_model(loaded), kind), request)
-    folder = runs_folder(profile.profile).resolve()
+    folder = profile.profile.runs_folder().resolve()
     check_path(folder)
     work = bench_folder(folder)
     plan = compile_plan(
-        recipe, profile.profile, run_dir=str(work.root), python=interpreter_here(profile), only_trainer=True
+        recipe,
+        profile.profile,
+        run_dir=str(work.root),
+        python=profile.profile.software.python_here,
+        only_trainer=True,
     )
     (phase,) = plan.phases
     (process,) = phase.processes

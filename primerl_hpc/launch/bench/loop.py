@@ -21,15 +21,16 @@ from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common import env
 from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import ConfigError, ExitCode, RoleError
-from primerl_hpc.common.files import is_there, read_json, write_json, write_text
-from primerl_hpc.launch.bench.job import RESULT_S, reported_failure, run_job
+from primerl_hpc.common.files import is_there, read_json, write_json
+from primerl_hpc.common.package import package_root
+from primerl_hpc.common.waiting import Polling
+from primerl_hpc.launch.bench.job import RESULT_S, reported_failure, run_job, write_scripts
 from primerl_hpc.launch.bench.local import bench_folder, folders_of
 from primerl_hpc.launch.bench.loop_rates import loop_rates
 from primerl_hpc.launch.bench.target import BenchTarget
-from primerl_hpc.launch.prepare import check_path, interpreter_here, job_script, package_root
-from primerl_hpc.launch.submission import make_script
-from primerl_hpc.observe.follow.follow import POLL_S, RunFollower
-from primerl_hpc.plan.bench import (
+from primerl_hpc.launch.compose import check_path
+from primerl_hpc.observe.follow import POLL_S, RunFollower
+from primerl_hpc.plan.bench_plans import (
     LoadRequest,
     LoopRequest,
     for_load,
@@ -38,8 +39,8 @@ from primerl_hpc.plan.bench import (
     with_idle_trainer,
     with_load,
 )
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.schema.cross_checks import check_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import read_steps
@@ -97,7 +98,9 @@ def _plan(target: BenchTarget, recipe: Recipe) -> tuple[RunDir, Plan]:
     check_path(folder)
     work = bench_folder(folder)
     profile = target.profile
-    plan = compile_plan(recipe, profile.profile, run_dir=str(work.root), python=interpreter_here(profile))
+    plan = compile_plan(
+        recipe, profile.profile, run_dir=str(work.root), python=profile.profile.software.python_here
+    )
     return work, plan.model_copy(update={"name": f"{recipe.name}-bench"})
 
 
@@ -124,16 +127,17 @@ def _run(
         run_job(work, plan, profile, is_measured)
     else:
         _run_here(work, plan, profile, is_measured)
-    deadline = time.monotonic() + RESULT_S  # a file written on a node becomes visible later
-    while not is_measured():
-        if time.monotonic() > deadline or plan.scheduler != "slurm":
-            raise RoleError("the run ended without a result; see its output above")
-        time.sleep(POLL_S)
+    for _ in Polling(
+        RESULT_S if plan.scheduler == "slurm" else 0, POLL_S
+    ):  # a file of a node becomes visible later
+        if is_measured():
+            return
+    raise RoleError("the run ended without a result; see its output above")
 
 
 def _run_here(work: RunDir, plan: Plan, profile: LoadedProfile, is_measured: Callable[[], bool]) -> None:
     """Run the supervisor on this machine until ``is_measured()``. Raises RoleError if it fails."""
-    write_text(job_script(work), make_script(plan, profile, package_root()), mode=0o755)
+    write_scripts(work, plan, profile)
     variables = {**os.environ}
     variables[env.PYTHONPATH] = env.join_pythonpath(package_root(), variables.get(env.PYTHONPATH))
     guard = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--grace", "15"]
@@ -142,7 +146,7 @@ def _run_here(work: RunDir, plan: Plan, profile: LoadedProfile, is_measured: Cal
     with (
         output.open("wb") as log,
         subprocess.Popen(
-            [*guard, "--", "bash", str(job_script(work))],
+            [*guard, "--", "bash", str(work.job_script)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -10,7 +10,7 @@ from primerl_hpc.cluster.load import LoadedProfile, load_profile
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.launch.submit import check_job_changes
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.recipe.schema.recipe import Recipe

@@ -12,19 +12,16 @@ keeps its ``pyvenv.cfg``.
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import re
 import stat
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.bundle import inspect_python
+from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.launch.bundle.run_path import origin_path, with_relative_run_path
 
 OS_PREFIXES = ("/usr", "/")
@@ -79,19 +76,12 @@ class BundleEntry:
 
 def inspect_environment(python: str) -> PythonEnvironment:
     """Return the environment of an interpreter. Raises ConfigError if it cannot be bundled."""
+    function = "primerl_hpc.launch.bundle.inspect_python:inspect"
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", inspect.getsource(inspect_python)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        facts: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        facts: dict[str, Any] = ask(python, None, function, by_source=True, timeout_s=TIMEOUT_S)
+    except InterpreterError as error:
         raise ConfigError(
-            f"{python} is not a Python interpreter that can be started here",
-            hint="name the python in the bin folder of a virtual or Conda environment",
+            error.cause, hint="name the python in the bin folder of a virtual or Conda environment"
         ) from error
     found = PythonEnvironment(
         prefix=Path(facts["prefix"]),

@@ -1,4 +1,4 @@
-"""Describe a Python environment: a script for any interpreter, prints JSON. Uses the standard library only."""
+"""Describe a Python environment, in any interpreter: `ask` sends this text. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,3 @@ def inspect() -> dict[str, Any]:
         "packages": packages,
         "outside": outside,
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(inspect()))

@@ -19,7 +19,7 @@ from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.common.files import read_json
 from primerl_hpc.launch.bundle.formats import Format
-from primerl_hpc.plan.types import BundlePlan
+from primerl_hpc.plan.plan import BundlePlan
 
 FORMAT_VERSION = 1
 MIN_PYTHON, MAX_PYTHON = (3, 11), (3, 13)

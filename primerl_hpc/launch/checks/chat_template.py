@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from primerl_hpc.cluster.load import LoadedProfile
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.checks.interpreters import Interpreters
 from primerl_hpc.launch.planning.model_config import find_file
-from primerl_hpc.launch.prepare import interpreter_here
 from primerl_hpc.plan.env import process_env
-from primerl_hpc.recipe.renderer import uses_renderer
+from primerl_hpc.recipe.renderer import COMPARISON, uses_renderer
 from primerl_hpc.recipe.schema.recipe import Recipe
 
-COMPARE = "primerl_hpc.recipe.chat_template.template_comparison:compare"
 _OWN_TEMPLATE = ("auto", "default")
 """Renderers that follow from the model's name or use its template."""
 
@@ -25,7 +23,8 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Inter
     """Return a warning about the first token that differs in a plain conversation; empty if there is none.
 
     Nothing is compared if the renderer runs in a container, without a chat template on this machine, or if the
-    tokenizer has code of its own (``trust_remote_code``).
+    tokenizer has code of its own (``trust_remote_code``). Raises ConfigError for a renderer that does not fit the
+    tokenizer.
     """
     role = Role.SFT if recipe.kind == Kind.SFT else Role.ENV_SERVER
     software, variables = profile.profile.software.of_role(role), process_env(role, recipe, profile.profile)
@@ -37,15 +36,16 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Inter
     if not _has_template(name, variables):
         return ""
     request = model.model_dump(mode="json", include={"name", "tokenizer", "renderer"})
-    python = software.python or interpreter_here(profile)
-    answer = interpreters.ask(python, variables, COMPARE, request)
-    if isinstance(answer, str):
-        return f"renderer '{model.renderer.name}' was not compared with the chat template of {name}: {answer}"
-    if answer["difference"] is None:
+    python = software.python or profile.profile.software.python_here
+    try:
+        difference = interpreters.ask(python, variables, COMPARISON, request)
+    except InterpreterError as error:
+        return f"renderer '{model.renderer.name}' was not compared with the chat template of {name}: {error.cause}"
+    if difference is None:
         return ""
     return (
         f"renderer '{model.renderer.name}' differs from the chat template of {name} in a plain conversation at "
-        f"{answer['difference']}. If the model was trained with its template, set model.renderer.name to its family"
+        f"{difference}. If the model was trained with its template, set model.renderer.name to its family"
     )
 
 

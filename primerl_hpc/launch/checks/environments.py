@@ -9,11 +9,10 @@ from typing import Any
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
-from primerl_hpc.launch.checks.interpreters import Interpreters
-from primerl_hpc.launch.prepare import interpreter_here
 from primerl_hpc.plan.env import process_env
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.schema.rollout import Environment
 
 
@@ -65,13 +64,14 @@ def _find_faults(
     if software.container.kind != "none":
         _note(f"they run in the container {software.container.image}")
         return []
-    python = software.python or interpreter_here(profile)
+    python = software.python or profile.profile.software.python_here
     variables = process_env(role, plan.phase(MAIN_PHASE).recipe, profile.profile)
     fields = {"id", "args", "env_args"}
     blocks = [item.environment.model_dump(mode="json", include=fields) for item in asked]
-    found = interpreters.ask(python, variables, "primerl_hpc.envs.lookup:find_faults", blocks)
-    if isinstance(found, str):
-        _note(found)
+    try:
+        found = interpreters.ask(python, variables, "primerl_hpc.envs.lookup:find_faults", blocks)
+    except InterpreterError as error:
+        _note(error.cause)
         return []
     if not found["has_verifiers"]:
         _note(f"{python} has no verifiers here")

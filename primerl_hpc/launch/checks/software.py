@@ -8,23 +8,22 @@ checks of the job before its first process.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 from primerl_hpc.common.document import Document
+from primerl_hpc.common.env import PYTHONPATH
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.names import Role
-from primerl_hpc.launch.prepare import package_root
-from primerl_hpc.plan.types import BUNDLE_PYTHON, PhasePlan, Plan, ProcessPlan
+from primerl_hpc.plan.plan import BUNDLE_PYTHON, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.recipe.renderer import check_auto, check_renderer, uses_renderer
 from primerl_hpc.recipe.schema.model import Model
 from primerl_hpc.tracking.targets import PACKAGES
 
-TIMEOUT_S = 60.0
+_MISSING_MODULES = "primerl_hpc.common.answers:missing_modules"
 _TRAINER, _ENGINE = ("torch", "transformers", "safetensors", "numpy"), ("torch", "vllm")
 _NEEDS: dict[Role, tuple[str, ...]] = {
     Role.TRAINER: _TRAINER,
@@ -35,12 +34,6 @@ _NEEDS: dict[Role, tuple[str, ...]] = {
     Role.ORCHESTRATOR: ("numpy",),
 }
 _RENDERS = (Role.SFT, Role.TRAINER, Role.ENV_SERVER, Role.ORCHESTRATOR)
-_MISSING = (
-    "import importlib.util, sys; print(*(n for n in sys.argv[1:] if importlib.util.find_spec(n) is None))"
-)
-_CHECK = (
-    "import sys; from primerl_hpc.launch.checks.software import check_here; sys.exit(check_here(sys.argv[1]))"
-)
 
 
 def check_software(plan: Plan, document: Document) -> None:
@@ -67,20 +60,17 @@ def _needs(phase: PhasePlan, process: ProcessPlan) -> tuple[str, ...]:
 
 def _check_packages(phase: PhasePlan) -> None:
     """Check the packages of all roles, with one call of each interpreter."""
-    asked: dict[tuple[str, str | None], dict[str, Role]] = {}
+    asked: dict[tuple[str, str], dict[str, Role]] = {}
     for process in phase.processes:
         if (python := _python_of(process)) is not None:
-            wanted = asked.setdefault((python, process.env.get("PYTHONPATH")), {})
+            wanted = asked.setdefault((python, process.env.get(PYTHONPATH, "")), {})
             wanted |= {name: process.role for name in _needs(phase, process) if name not in wanted}
     for (python, path), wanted in asked.items():
         try:
-            done = _ask(python, [_MISSING, *wanted], path)
-        except OSError as error:
-            raise ConfigError(
-                f"the interpreter {python} cannot be started: {error.strerror or error}",
-                location="software.default.python of the profile",
-            ) from error
-        if done.returncode == 0 and (missing := done.stdout.split()):
+            missing = ask(python, {PYTHONPATH: path}, _MISSING_MODULES, list(wanted), by_source=True)
+        except InterpreterError as error:
+            raise ConfigError(error.cause, location="software.default.python of the profile") from error
+        if missing:
             raise ConfigError(
                 f"{python} has no package {missing[0]}, which role {wanted[missing[0]].value} needs",
                 hint="install this package there with its extra, pip install -e '.[cpu]' or '.[gpu]' "
@@ -96,22 +86,13 @@ def _check_renderer(model: Model, processes: list[ProcessPlan]) -> None:
     pythons = [python for process in processes if (python := _python_of(process)) is not None]
     if not pythons or pythons[0] == sys.executable:
         return
-    try:
-        done = _ask(pythons[0], [_CHECK, model.model_dump_json()], package_root())
-        report = json.loads(done.stdout or "null")
-    except (OSError, subprocess.TimeoutExpired, ValueError):
-        return  # that interpreter is not on this machine
-    if report is not None:
-        raise ConfigError(report["cause"], hint=report["hint"])
+    with contextlib.suppress(InterpreterError):  # that interpreter is not on this machine
+        ask(pythons[0], {}, "primerl_hpc.launch.checks.software:check_here", model.model_dump(mode="json"))
 
 
-def check_here(model_json: str) -> int:
-    """Entry point in another interpreter: print the error of `check_renderer` as JSON, nothing without one."""
-    try:
-        check_renderer(Model.model_validate_json(model_json))
-    except ConfigError as error:
-        print(json.dumps({"cause": error.cause, "hint": error.hint}))
-    return 0
+def check_here(model: dict[str, Any]) -> None:
+    """Call `check_renderer`, in the interpreter of a role."""
+    check_renderer(Model.model_validate(model))
 
 
 def _python_of(process: ProcessPlan) -> str | None:
@@ -119,17 +100,3 @@ def _python_of(process: ProcessPlan) -> str | None:
     if process.container != "none":
         return None
     return sys.executable if process.argv[0] == BUNDLE_PYTHON else process.argv[0]
-
-
-def _ask(python: str, code: list[str], path: str | None) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [python, "-P", "-c", *code],  # do not import modules of the working directory
-        cwd=Path("/"),
-        env={**os.environ, **({"PYTHONPATH": paths} if paths else {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )

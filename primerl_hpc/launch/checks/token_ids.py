@@ -1,6 +1,6 @@
 """Refuse a tokenizer with more tokens than the model has embeddings, without loading either.
 
-    check_token_ids(recipe, variables)      # ConfigError: token '<|im_start|>' has id 32000, …
+    check_token_ids(recipe, model)      # ConfigError: token '<|im_start|>' has id 32000, …
 
 In a rank or an engine, such an id is an index out of range, on a GPU an assertion of the device without a name.
 """
@@ -17,7 +17,7 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.launch.planning.model_config import find_config, find_file
+from primerl_hpc.launch.planning.model_config import ModelConfig, find_file, load_config
 from primerl_hpc.recipe.renderer import CHATML_TOKENS, uses_renderer
 from primerl_hpc.recipe.schema.recipe import Model, Recipe
 
@@ -30,20 +30,20 @@ class TokenId:
     id: int
 
 
-def check_token_ids(recipe: Recipe, variables: Mapping[str, str]) -> None:
+def check_token_ids(recipe: Recipe, policy: ModelConfig) -> None:
     """Raise ConfigError if the tokenizer of the policy may produce an id that the model, or a teacher that scores its
     tokens, has no embedding for.
 
     Nothing is checked without tokenizer.json and config.json, for example before a download; ranks check the ids of
     their rows.
     """
-    if not uses_renderer(recipe) or (highest := highest_token(recipe.model, variables)) is None:
+    if not uses_renderer(recipe) or (highest := highest_token(recipe.model, policy.variables)) is None:
         return
-    models = [recipe.model]
+    models = [policy]
     if "opd" in recipe.algorithm_types and (teacher := recipe.served_models.get(Role.TEACHER)) is not None:
-        models.append(teacher.model)
+        models.append(load_config(teacher.model.name, policy.variables))
     for model in models:
-        if (size := _vocab_size(model, variables)) is None or highest.id < size:
+        if (size := _vocab_size(model)) is None or highest.id < size:
             continue
         source = recipe.model.tokenizer or recipe.model.name
         raise ConfigError(
@@ -113,10 +113,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _vocab_size(model: Model, variables: Mapping[str, str]) -> int | None:
-    try:
-        config = find_config(model.name, variables)
-    except ConfigError:
-        return None
+def _vocab_size(model: ModelConfig) -> int | None:
+    config = model.content or {}
     size = (config.get("text_config") or config).get("vocab_size")
     return size if isinstance(size, int) else None

@@ -1,7 +1,7 @@
-"""Find the files of modules by name, and of modules that they import: a script for any interpreter, JSON in, JSON out.
+"""Find the files of modules by name, and of modules that they import, in any interpreter: `ask` sends this text.
 
-    stdin   {"packages": ["my_env"], "imports": ["my_losses"], "folders": null}
-    stdout  {"my_env": "/home/me/my-env/src/my_env", "my_losses": "/home/me/lib/my_losses.py"}
+    find_modules(["my_env"], ["my_losses"])
+    # {"my_env": "/home/me/my-env/src/my_env", "my_losses": "/home/me/lib/my_losses.py"}
 
 ``packages`` are found wherever they are, ``imports`` only outside of the interpreter's installed packages; so are
 modules that a found module imports. ``folders``: search only there, for a container whose interpreter is not here.
@@ -14,7 +14,6 @@ import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 import sysconfig
@@ -98,7 +97,3 @@ def python_files(path: str) -> list[str]:
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         found += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(find_modules(**json.load(sys.stdin))))

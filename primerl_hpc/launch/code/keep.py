@@ -13,22 +13,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc import __version__
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import read_json_or_none, write_json
-from primerl_hpc.common.package import CODE_MANIFEST, PACKAGE_ZIP, package_folder
+from primerl_hpc.common.package import CODE_MANIFEST, PACKAGE_ZIP, package_folder, package_root
 from primerl_hpc.launch.code.package_zip import write_package
 from primerl_hpc.launch.code.sources import CodeSources, find_sources
-from primerl_hpc.launch.prepare import git_state, package_root
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.access.ownership import make_private
 from primerl_hpc.run.rundir import RunDir
 
@@ -178,6 +179,22 @@ def choose_code(run: RunDir, plan: Plan, choice: CodeChoice) -> bool:
         return False
     write_json(run.provenance, {**recorded, **facts})
     return True
+
+
+@cache
+def git_state(folder: Path) -> dict[str, object] | None:
+    """Return commit and cleanliness of the checkout that contains ``folder``; None if there is none."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def has_module(root: Path, name: str) -> bool:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +18,14 @@ from pathlib import Path
 
 from primerl_hpc.common.env import PYTHONPATH
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.package import MODULES, package_folder
-from primerl_hpc.launch.code import find_modules
-from primerl_hpc.plan.types import BUNDLE_PYTHON, Plan, ProcessPlan
+from primerl_hpc.plan.plan import BUNDLE_PYTHON, Plan, ProcessPlan
 from primerl_hpc.recipe.custom_code import custom_code
 
 MAX_BYTES = 64 << 20
 """Limit of the modules of one run. Data belongs into a dataset, not into a module."""
 MAX_FILES = 5000
-TIMEOUT_S = 60.0
 NOT_CODE = frozenset({"tests", "test", "outputs", "runs", "wandb", "dist", "build", "node_modules"})
 """Folders at the top of a module that are left out, in addition to hidden ones and ``__pycache__`` at any depth."""
 
@@ -127,33 +124,18 @@ def _ask(
 
     Nothing if the interpreter is not on this machine: the modules then stay where they are.
     """
-    own = process.env.get(PYTHONPATH)
-    question = {
-        "packages": list(packages),
-        "imports": list(imports),
-        "folders": None if python is not None else [part for part in (own or "").split(os.pathsep) if part],
-    }
-    path = os.pathsep.join(filter(None, (own, os.environ.get(PYTHONPATH))))
+    path = process.env.get(PYTHONPATH, "")
+    folders = None if python is not None else [part for part in path.split(os.pathsep) if part]
+    function = "primerl_hpc.launch.code.find_modules:find_modules"
     try:
-        done = subprocess.run(
-            [python or sys.executable, "-c", inspect.getsource(find_modules)],
-            input=json.dumps(question),
-            env={**os.environ, "PYTHONSAFEPATH": "1", **({PYTHONPATH: path} if path else {})},
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-        answer = None
-    if answer is None:
+        interpreter, variables = python or sys.executable, {PYTHONPATH: path}
+        return ask(interpreter, variables, function, packages, imports, folders, by_source=True)
+    except InterpreterError as error:
         print(
-            f"note: modules of {process.role.value} are not copied: {python} cannot be run here",
+            f"note: modules of {process.role.value} are not copied: {error.cause}",
             file=sys.stderr,
         )
-    return answer or {}
+        return {}
 
 
 def _files_of(path: Path, prefix: str) -> Iterator[tuple[str, Path]]:

@@ -20,8 +20,8 @@ from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
+from primerl_hpc.common.findings import Finding
 from primerl_hpc.launch.doctor.site import site_facts
-from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import mib, own_templates
@@ -40,35 +40,19 @@ from primerl_hpc.slurm.jobs import SEPARATOR, minutes
 from primerl_hpc.slurm.refusals import DOCTOR
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """One line of `doctor`."""
-
-    what: str
-    is_ok: bool
-    message: str
-    hint: str = ""
-    details: str = ""
-    """Further lines: SLURM's complete output."""
-
-    def as_json(self) -> dict[str, object]:
-        facts = {"what": self.what, "is_ok": self.is_ok, "said": self.message}
-        return {**facts, "hint": self.hint, "details": self.details}
-
-
-def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[CheckResult]:
+def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
     """Yield the results in the order in which the checks depend on each other; stop if the rest cannot be checked."""
-    yield CheckResult("profile", True, _about(profile))
+    yield Finding.judged("profile", True, _about(profile))
     yield _runs_folder(profile)
-    yield from (CheckResult(*fact) for fact in site_facts(profile))
+    yield from (Finding.judged(*fact) for fact in site_facts(profile))
     if profile.variants:
-        yield CheckResult("variants", True, f"--variant {' | '.join(profile.variants)}")
+        yield Finding.judged("variants", True, f"--variant {' | '.join(profile.variants)}")
     if profile.scheduler.type == "local":
-        yield CheckResult("scheduler", True, "this machine; SLURM is not needed")
+        yield Finding.judged("scheduler", True, "this machine; SLURM is not needed")
         return
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
-        yield CheckResult(
+        yield Finding.judged(
             "SLURM commands",
             False,
             f"not in PATH: {', '.join(missing)}",
@@ -76,7 +60,7 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
         )
         return
     try:
-        yield CheckResult("SLURM", True, ask(version_command()).strip())
+        yield Finding.judged("SLURM", True, ask(version_command()).strip())
         parts = parts_of(profile)
         yield from _partitions(parts, ask)
         yield _accounting(ask)
@@ -86,7 +70,7 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
             if part.scheduler.charged_account is not None:
                 yield _account(part, ask)
     except SchedulerError as error:
-        yield CheckResult("controller", False, str(error), "try again; if it persists, ask the site")
+        yield Finding.judged("controller", False, str(error), "try again; if it persists, ask the site")
         return
     for part in parts:
         yield _test_submission(part, profile)
@@ -109,24 +93,24 @@ def _about(profile: Profile) -> str:
     return f"{profile.name}: {'; '.join(filter(None, parts))}"
 
 
-def _runs_folder(profile: Profile) -> CheckResult:
+def _runs_folder(profile: Profile) -> Finding:
     hint = "set a shared, writable folder: runs_dir in the profile, or PRIMERL_RUNS_DIR"
     try:
-        folder = runs_folder(profile)
+        folder = profile.runs_folder()
     except ConfigError as error:
-        return CheckResult("run directory", False, error.cause, error.hint)
+        return Finding.judged("run directory", False, error.cause, error.hint)
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-"):
             free_gib = shutil.disk_usage(existing).free / 2**30
     except OSError as error:
-        return CheckResult("run directory", False, f"{existing}: {error.strerror}", hint)
+        return Finding.judged("run directory", False, f"{existing}: {error.strerror}", hint)
     message = f"{folder.resolve()}: {free_gib:,.0f} GiB free"
     try:
         check_parents(folder.resolve() / "run", is_allowed=profile.allow_shared_parent)
     except OccupiedError as error:
-        return CheckResult("run directory", False, f"{message}, but {error.cause}", error.hint)
-    return CheckResult("run directory", free_gib > 1, message, hint)
+        return Finding.judged("run directory", False, f"{message}, but {error.cause}", error.hint)
+    return Finding.judged("run directory", free_gib > 1, message, hint)
 
 
 @dataclass(frozen=True)
@@ -169,7 +153,7 @@ def parts_of(profile: Profile) -> list[Part]:
     return parts
 
 
-def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[CheckResult]:
+def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[Finding]:
     """Raise UnansweredError. A site may hide its partitions (PrivateData); the test submission then decides."""
     fields = SEPARATOR.join(["%R", "%a", "%l", "%D", "%G", "%c", "%m"])
     try:
@@ -180,7 +164,7 @@ def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[
         if "denied" not in error.cause:
             raise
         message = f"this site does not show its partitions ({error.cause}): the test submission decides"
-        yield CheckResult("partition", True, message)
+        yield Finding.judged("partition", True, message)
         return
     # (name, state, walltime, nodes, generic resources, CPUs, MB) by partition and node shape
     rows = [row for line in text.splitlines() if len(row := line.split(SEPARATOR)) == 7]
@@ -188,44 +172,44 @@ def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[
         yield from _partition(part, rows)
 
 
-def _partition(part: Part, rows: list[list[str]]) -> Iterator[CheckResult]:
+def _partition(part: Part, rows: list[list[str]]) -> Iterator[Finding]:
     """Check name, state, walltime, nodes and their shape against the claims of the profile."""
     what, wanted = part.what("partition"), part.scheduler.partition
     if wanted is None:
-        yield CheckResult(what, True, "the site's default (not set in the profile)")
+        yield Finding.judged(what, True, "the site's default (not set in the profile)")
         return
     matching = [row for row in rows if row[0] in wanted.split(",")]
     if not matching:
         hint = f"scheduler.partition: one of {', '.join(sorted({row[0] for row in rows}))}"
-        yield CheckResult(what, False, f"there is no {wanted}", part.hint(hint))
+        yield Finding.judged(what, False, f"there is no {wanted}", part.hint(hint))
         return
     is_up = any(row[1] == "up" for row in matching)
     hint = part.hint("wait, or choose another scheduler.partition")
-    yield CheckResult(what, is_up, f"{wanted} is {matching[0][1]}", hint)
+    yield Finding.judged(what, is_up, f"{wanted} is {matching[0][1]}", hint)
     requested, limits = minutes(part.scheduler.time), {row[2]: minutes(row[2]) for row in matching}
     if requested is not None and None not in limits.values():  # None: "infinite"
         longest, limit = max(limits.items(), key=lambda item: item[1] or 0)
         message = f"{part.scheduler.time} of at most {longest}"
         hint = f"lower scheduler.time to {longest}" + _longer_partition(part, requested, rows)
-        yield CheckResult(part.what("walltime"), requested <= (limit or 0), message, hint)
+        yield Finding.judged(part.what("walltime"), requested <= (limit or 0), message, hint)
     count = sum(int(row[3]) for row in matching)
     message = f"{count} found, {part.nodes} in the profile"
     hint = f"lower {part.key}.nodes" if part.key.startswith("node_types.") else "lower nodes"
-    yield CheckResult(part.what("nodes"), count >= part.nodes, message, hint)
+    yield Finding.judged(part.what("nodes"), count >= part.nodes, message, hint)
     cores = max(int(row[5].rstrip("+")) for row in matching)
     hint = part.hint(f"lower node.cores to {cores}")
-    yield CheckResult(part.what("cores of a node"), cores >= part.node.cores, f"{cores}", hint)
+    yield Finding.judged(part.what("cores of a node"), cores >= part.node.cores, f"{cores}", hint)
     yield from _memory(part, [row[6] for row in matching])
     yield from _gpu_types(part, [row[4] for row in matching])
     if part.node.gpus and part.scheduler.gpu_request == "gres":
         gpus = max(count_gpus(row[4]) for row in matching)
         hint = part.hint(f"set node.gpus to {gpus}, or use another scheduler.gpu_request")
-        yield CheckResult(
+        yield Finding.judged(
             part.what("GPUs of a node"), gpus >= part.node.gpus, f"{gpus} ({matching[0][4]})", hint
         )
 
 
-def _memory(part: Part, sizes: list[str]) -> Iterator[CheckResult]:
+def _memory(part: Part, sizes: list[str]) -> Iterator[Finding]:
     """Check what the profile claims about a node and what a job requests. ``sizes``: %m of sinfo."""
     memory_gib = max(int(re.sub(r"\D.*", "", size) or 0) for size in sizes) / 1024
     if memory_gib <= 1:
@@ -233,14 +217,14 @@ def _memory(part: Part, sizes: list[str]) -> Iterator[CheckResult]:
     if part.node.memory_gib is not None:
         hint = part.hint(f"lower node.memory_gib to {memory_gib:.0f}")
         message = f"{memory_gib:.0f} GiB, {part.node.memory_gib:g} in the profile"
-        yield CheckResult(part.what("memory of a node"), memory_gib >= part.node.memory_gib, message, hint)
+        yield Finding.judged(part.what("memory of a node"), memory_gib >= part.node.memory_gib, message, hint)
     if requested_gib := requested_mib(part.scheduler, part.node) / 1024:
         keys = ("memory_per_cpu", "memory_per_gpu")
         key = next((key for key in keys if getattr(part.scheduler, key) is not None), "memory")
         lower = f" to {memory_gib:.0f}G or less" if key == "memory" else ""
         hint = part.hint(f"lower scheduler.{key}{lower}, or set scheduler.memory to 0: all memory of a node")
         message = f"{requested_gib:g} GiB of at most {memory_gib:.0f} GiB"
-        yield CheckResult(part.what("requested memory"), memory_gib >= requested_gib, message, hint)
+        yield Finding.judged(part.what("requested memory"), memory_gib >= requested_gib, message, hint)
 
 
 def requested_mib(scheduler: Scheduler, node: Node) -> float:
@@ -252,7 +236,7 @@ def requested_mib(scheduler: Scheduler, node: Node) -> float:
     return mib(scheduler.memory or "0")
 
 
-def _gpu_types(part: Part, resources: list[str]) -> Iterator[CheckResult]:
+def _gpu_types(part: Part, resources: list[str]) -> Iterator[Finding]:
     """Check that some nodes have as many GPUs of each type that the job names. ``resources``: %G of sinfo."""
     present = [gpus_by_type(text) for text in resources]
     for wanted, count in requested_gpus(part.scheduler, part.node).items():
@@ -264,7 +248,7 @@ def _gpu_types(part: Part, resources: list[str]) -> Iterator[CheckResult]:
         key = "gpu_type" if part.scheduler.gpu_type is not None else "gres"
         types = f"name one of {', '.join(known)}" if known else "name no type: the site's GPUs have none"
         hint = part.hint(f"scheduler.{key}: {types if most == 0 else f'request at most {most} of {wanted}'}")
-        yield CheckResult(part.what("GPU type"), most >= count, message, hint)
+        yield Finding.judged(part.what("GPU type"), most >= count, message, hint)
 
 
 def requested_gpus(scheduler: Scheduler, node: Node) -> dict[str, int]:
@@ -304,27 +288,27 @@ def count_gpus(gres: str) -> int:
     return sum(gpus_by_type(gres).values())
 
 
-def _accounting(ask: Callable[[list[str]], str]) -> CheckResult:
+def _accounting(ask: Callable[[list[str]], str]) -> Finding:
     hint = "ended jobs are known from the run directory only; nothing to fix"
     try:
         ask(accounting_command(["1"], "--allocations", "--format=JobID"))
     except SchedulerError as error:
-        return CheckResult("accounting", True, f"not available ({error})", hint)
-    return CheckResult("accounting", True, "sacct answers")
+        return Finding.judged("accounting", True, f"not available ({error})", hint)
+    return Finding.judged("accounting", True, "sacct answers")
 
 
-def _account(part: Part, ask: Callable[[list[str]], str]) -> CheckResult:
+def _account(part: Part, ask: Callable[[list[str]], str]) -> Finding:
     wanted, user, what = part.scheduler.charged_account, getpass.getuser(), part.what("account")
     try:
         accounts = sorted(set(ask(accounts_command(user)).split()))
     except SchedulerError as error:
-        return CheckResult(what, True, f"{wanted} (cannot be verified: {error})")
+        return Finding.judged(what, True, f"{wanted} (cannot be verified: {error})")
     known = ", ".join(accounts) or "none"
     hint = part.hint(f"set scheduler.account to one of {known}")
-    return CheckResult(what, wanted in accounts, f"{wanted}; yours: {known}", hint)
+    return Finding.judged(what, wanted in accounts, f"{wanted}; yours: {known}", hint)
 
 
-def _test_submission(part: Part, profile: Profile) -> CheckResult:
+def _test_submission(part: Part, profile: Profile) -> Finding:
     """Test-submit a job of one node with all settings of the profile."""
     what = part.what("test submission")
     (request,) = with_walltimes((part.request,), profile)
@@ -342,5 +326,5 @@ def _test_submission(part: Part, profile: Profile) -> CheckResult:
         found = estimate_start(f"#!/bin/bash\n{directives}\ntrue\n", timeout_s=COMMAND_TIMEOUT_S)
     except SchedulerError as error:
         hint = error.hint.removesuffix(DOCTOR) or "change the settings in the profile that the site refuses"
-        return CheckResult(what, False, error.cause, part.hint(hint), error.details)
-    return CheckResult(what, True, f"one node of {found.partition} would start at {found.start}")
+        return Finding.judged(what, False, error.cause, part.hint(hint), error.details)
+    return Finding.judged(what, True, f"one node of {found.partition} would start at {found.start}")

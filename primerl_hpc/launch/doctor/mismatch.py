@@ -7,20 +7,17 @@ The measuring code is `roles/mismatch.py`; this module starts its processes and 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.common.errors import ConfigError, DataError, RoleError
-from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError, RoleError
+from primerl_hpc.common.files import read_json
+from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.safety.error_text import last_error
 from primerl_hpc.launch.export.merge import base_folder
-from primerl_hpc.launch.prepare import package_root
 from primerl_hpc.plan.engine_env import engine_env
 from primerl_hpc.transport.base_models.quantized import quantization_of
 
@@ -67,25 +64,20 @@ def measure_mismatch(
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
     }
-    with tempfile.TemporaryDirectory(prefix="mismatch-") as temporary:
-        work, rows = Path(temporary), list[dict[str, Any]]()
-        write_json(work / "request.json", request)
-        _step("types", work, {})
-        types = read_json(work / "types.json")
-        if unknown := set(dtypes) - set(types["dtypes"]):
-            raise ConfigError(
-                f"vLLM does not compute {', '.join(sorted(unknown))} for this model on {types['device']}",
-                hint=f"choose from {', '.join(types['dtypes'])}",
-            )
-        variables = engine_env(types["accelerator"])
-        for dtype in dtypes or types["dtypes"]:
-            lists = [[]] if dtype == "float32" else [list(names) for names in float32]
-            write_json(work / "request.json", {**request, "dtype": dtype, "float32": lists})
-            report(f"{dtype}: sampling {PROMPTS * NEW_TOKENS} tokens with vLLM on {types['device']}")
-            _step("sample", work, variables)
-            report(f"{dtype}: computing them with the trainer")
-            _step("compare", work, variables)
-            rows += read_json(work / "result.json")
+    types = _call("data_types", {}, request["model"])
+    if unknown := set(dtypes) - set(types["dtypes"]):
+        raise ConfigError(
+            f"vLLM does not compute {', '.join(sorted(unknown))} for this model on {types['device']}",
+            hint=f"choose from {', '.join(types['dtypes'])}",
+        )
+    variables, rows = engine_env(types["accelerator"]), list[dict[str, Any]]()
+    for dtype in dtypes or types["dtypes"]:
+        lists = [[]] if dtype == "float32" else [list(names) for names in float32]
+        request |= {"dtype": dtype, "float32": lists}
+        report(f"{dtype}: sampling {PROMPTS * NEW_TOKENS} tokens with vLLM on {types['device']}")
+        sampled = _call("sample", variables, request)
+        report(f"{dtype}: computing them with the trainer")
+        rows += _call("compare", variables, request, sampled)
     return Mismatch(model, types["device"], tuple(rows))
 
 
@@ -105,27 +97,22 @@ def _model_folder(model: str) -> Path:
     return folder
 
 
-def _step(step: str, work: Path, variables: dict[str, str]) -> None:
-    """Run one step of `roles/mismatch.py` in a process. Raises ConfigError without torch or vLLM, RoleError if it
+def _call(step: str, variables: dict[str, str], *arguments: Any) -> Any:
+    """Call a function of `roles/mismatch.py` in a process. Raises ConfigError without torch or vLLM, RoleError if it
     fails."""
-    path = os.pathsep.join(filter(None, [package_root(), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, step, str(work)],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": path, **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode == 0:
-        return
-    lines = done.stderr.splitlines()
-    reason = last_error(lines) or f"exit code {done.returncode}"
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", **variables}
+    try:
+        return ask(sys.executable, quiet, f"{MODULE}:{step}", *arguments, timeout_s=None)
+    except InterpreterError as error:
+        reason, details = last_error(error.details.splitlines()) or error.cause, error.details
+    except PrimerlError as error:
+        reason, details = error.cause, error.details
     if "ModuleNotFoundError" in reason:
         raise ConfigError(
             f"this environment cannot serve and train a model: {reason}",
             hint="run this command on a node with the environment of the trainer and engines",
         )
-    what = {"types": "looking for devices", "sample": "sampling with vLLM", "compare": "the trainer"}[step]
-    raise RoleError(f"{what} failed: {reason.removeprefix('error: ')}", details="\n".join(lines[-20:]))
+    what = {"data_types": "looking for devices", "sample": "sampling with vLLM", "compare": "the trainer"}[
+        step
+    ]
+    raise RoleError(f"{what} failed: {reason}", details=details)

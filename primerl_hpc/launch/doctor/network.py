@@ -18,7 +18,7 @@ from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json_or_none, write_json
-from primerl_hpc.launch.doctor.cluster import CheckResult
+from primerl_hpc.common.findings import Finding
 from primerl_hpc.plan.env import network_variables
 from primerl_hpc.plan.preflight import sums_of_profile
 from primerl_hpc.runtime.job.network import probe
@@ -36,7 +36,7 @@ def check_network(
     num_nodes: int,
     python_path: str,
     has_bandwidth: bool,
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Yield the results for ``num_nodes`` nodes. ``srun``: the command that starts a task on each of them."""
     wants = sums_of_profile(profile, str(folder), sys.executable, num_nodes=num_nodes, is_due=True)
     assert wants is not None  # it is due
@@ -49,7 +49,7 @@ def check_network(
     if has_bandwidth:
         command, variables = [*srun, *wants.srun_args, *wants.argv], wants.env
     else:
-        python = profile.software.host_python or sys.executable
+        python = profile.software.python_here
         command, variables = [*srun, python], network_variables(profile)
     done = subprocess.run(
         [*command, "-m", probe.__name__, str(request)],
@@ -76,7 +76,7 @@ def _reason(results: Sequence[dict[str, Any]]) -> str:
     return next((reason for reason in reasons if not reason.endswith(": None")), "a node did not respond")
 
 
-def judge_connections(results: Sequence[dict[str, Any]], num_nodes: int, output: str) -> CheckResult:
+def judge_connections(results: Sequence[dict[str, Any]], num_nodes: int, output: str) -> Finding:
     what = "nodes: connections"
     failed = [
         f"{row['node']} cannot connect to {peer} ({reason})"
@@ -85,21 +85,21 @@ def judge_connections(results: Sequence[dict[str, Any]], num_nodes: int, output:
     ]
     if failed:
         more = f", and {len(failed) - 1} other pairs" if len(failed) > 1 else ""
-        return CheckResult(what, False, failed[0] + more, _WALL, "\n".join(failed[1:]))
+        return Finding.judged(what, False, failed[0] + more, _WALL, "\n".join(failed[1:]))
     errors = [f"{row['node']}: {row['error']}" for row in results if "address" not in row]
     if errors or len(results) < num_nodes:
         last = "".join(output.strip().splitlines()[-1:])
         message = errors[0] if errors else f"{len(results)} of {num_nodes} nodes responded: {last}"
-        return CheckResult(what, False, message, _WALL)
+        return Finding.judged(what, False, message, _WALL)
     addresses = ", ".join(sorted(row["address"] for row in results)[:3])
-    return CheckResult(what, True, f"{num_nodes} nodes connect to each other ({addresses}, …)")
+    return Finding.judged(what, True, f"{num_nodes} nodes connect to each other ({addresses}, …)")
 
 
-def judge_rates(what: str, rates: dict[str, float | None], reason: str) -> CheckResult:
+def judge_rates(what: str, rates: dict[str, float | None], reason: str) -> Finding:
     """Return the result for GB/s by node; ``reason``: why a rate is missing."""
     what, known = f"nodes: {what}", {node: rate for node, rate in rates.items() if rate is not None}
     if not known or len(known) < len(rates):
-        return CheckResult(what, False, f"not measured: {reason}", "see the messages of the nodes")
+        return Finding.judged(what, False, f"not measured: {reason}", "see the messages of the nodes")
     middle = median(known.values())
     facts = f"median {middle:.3g} GB/s of {len(known)} nodes"
     if slow := slow_nodes(known):
@@ -107,5 +107,5 @@ def judge_rates(what: str, rates: dict[str, float | None], reason: str) -> Check
             f"{node} {known[node]:.3g} GB/s ({share:.0%})" for node, share in sorted(slow.items())
         )
         hint = f"exclude it: --profile-set scheduler.exclude={','.join(sorted(slow))}; report it to the site"
-        return CheckResult(what, False, f"less than {LEAST_SHARE:.0%} of the {facts}: {named}", hint)
-    return CheckResult(what, True, f"{facts}, {min(known.values()):.3g} to {max(known.values()):.3g}")
+        return Finding.judged(what, False, f"less than {LEAST_SHARE:.0%} of the {facts}: {named}", hint)
+    return Finding.judged(what, True, f"{facts}, {min(known.values()):.3g} to {max(known.values()):.3g}")

@@ -24,15 +24,14 @@ from types import SimpleNamespace
 from primerl_hpc.cluster.directives import srun_args
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json_or_none
-from primerl_hpc.launch.doctor.cluster import CheckResult
+from primerl_hpc.common.findings import Finding
+from primerl_hpc.common.package import package_root
 from primerl_hpc.launch.doctor.network import check_network
-from primerl_hpc.launch.prepare import package_root, runs_folder
 from primerl_hpc.plan.preflight import preflight_plan, sums_of_profile
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import own_templates
 from primerl_hpc.render.requests import Request, type_request
 from primerl_hpc.runtime.job import node_checks, sums
-from primerl_hpc.runtime.job.node_checks import NodeFinding
 from primerl_hpc.runtime.job.sums import WRONG_HINT, judge_sums, make_sums_request, result_file
 from primerl_hpc.slurm.command_lines import srun_command
 from primerl_hpc.slurm.refusals import hint_about_option, srun_reason
@@ -58,14 +57,14 @@ _NOT_FOR_SRUN = frozenset(
 )
 
 
-def examine_nodes(profile: Profile, count: int, *, has_bandwidth: bool = False) -> Iterator[CheckResult]:
+def examine_nodes(profile: Profile, count: int, *, has_bandwidth: bool = False) -> Iterator[Finding]:
     """Yield one result for each check over all nodes. Without SLURM the only node is this machine.
 
     ``has_bandwidth``: also measure all-reduce and file reads.
     """
     if profile.scheduler.type == "slurm" and shutil.which("srun") is None:
         return  # reported by `examine`
-    folder = runs_folder(profile).resolve()
+    folder = profile.runs_folder().resolve()
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder, prefix=".doctor-"))
@@ -78,10 +77,10 @@ def examine_nodes(profile: Profile, count: int, *, has_bandwidth: bool = False) 
                 folder.rmdir()
 
 
-def _run_checks(profile: Profile, count: int, request: Path, has_bandwidth: bool) -> Iterator[CheckResult]:
+def _run_checks(profile: Profile, count: int, request: Path, has_bandwidth: bool) -> Iterator[Finding]:
     nonce, is_local = secrets.token_hex(4), profile.scheduler.type == "local"
     request.write_text(json.dumps(node_checks.make_request(wants_of(profile, count), nonce=nonce, head=None)))
-    command = [profile.software.host_python or sys.executable, "-m", node_checks.__name__, str(request)]
+    command = [profile.software.python_here, "-m", node_checks.__name__, str(request)]
     asked_at = time.time()
     done = subprocess.run(
         command if is_local else [*node_srun_command(profile, count), *command],
@@ -93,9 +92,9 @@ def _run_checks(profile: Profile, count: int, request: Path, has_bandwidth: bool
         check=False,
     )
     results = [json.loads(path.read_text()) for path in request.parent.glob("*.json") if path != request]
-    by_check: dict[str, list[tuple[str, NodeFinding]]] = {}
+    by_check: dict[str, list[tuple[str, Finding]]] = {}
     for result in sorted(results, key=lambda item: item["node"]):
-        found = [NodeFinding.from_json(finding) for finding in result["findings"]]
+        found = [Finding.from_json(finding) for finding in result["findings"]]
         found.append(node_checks.judge_clock(result["time"], asked_at, time.time()))
         for finding in found:
             by_check.setdefault(finding.check, []).append((result["node"], finding))
@@ -116,7 +115,7 @@ def _run_checks(profile: Profile, count: int, request: Path, has_bandwidth: bool
         yield from _check_sums(profile, count, request.with_name("sums.json"))
 
 
-def _check_sums(profile: Profile, count: int, request: Path) -> Iterator[CheckResult]:
+def _check_sums(profile: Profile, count: int, request: Path) -> Iterator[Finding]:
     """Compare an all-reduce over the nodes with its known result, in the trainer's software."""
     wants = sums_of_profile(profile, str(request.parent), sys.executable, num_nodes=count)
     if wants is None:
@@ -139,34 +138,34 @@ def _check_sums(profile: Profile, count: int, request: Path) -> Iterator[CheckRe
     level, message = judge_sums(results)
     last = "".join(done.stderr.strip().splitlines()[-1:])
     details = f": {last}" if level == "warn" and last else ""
-    yield CheckResult(
+    yield Finding.judged(
         "nodes: sums", level == "ok", message + details, WRONG_HINT if level == "bad" else SUMS_HINT
     )
 
 
-def _responses(num_responses: int, expected: int, output: str) -> CheckResult:
+def _responses(num_responses: int, expected: int, output: str) -> Finding:
     message = f"{num_responses} of {expected} responded"
     if num_responses == expected:
-        return CheckResult("nodes: answers", True, message)
+        return Finding.judged("nodes: answers", True, message)
     reason = srun_reason(output) or "srun printed nothing"
     hint = hint_about_option(f"srun: {reason}") or (
         "runs_dir of the profile must be shared and writable on every node; or the nodes are busy or down"
     )
-    return CheckResult("nodes: answers", False, f"{message}: {reason}", hint)
+    return Finding.judged("nodes: answers", False, f"{message}: {reason}", hint)
 
 
-def summarize(check: str, findings: list[tuple[str, NodeFinding]]) -> CheckResult:
+def summarize(check: str, findings: list[tuple[str, Finding]]) -> Finding:
     """Return one line for all nodes: what they have in common, or the first problem and the nodes that have it."""
     what = f"nodes: {check}"
     for level in ("bad", "warn"):
         if problems := [(node, finding) for node, finding in findings if finding.level == level]:
             node, first = problems[0]
             more = f" (also {', '.join(other for other, _ in problems[1:])})" if len(problems) > 1 else ""
-            return CheckResult(what, level == "warn", f"{node}: {first.message}{more}", first.hint)
+            return Finding(what, level, f"{node}: {first.message}{more}", first.hint)
     messages = {finding.message for _, finding in findings}
     node, first = findings[0]
     is_same = len(messages) == 1
-    return CheckResult(what, True, first.message if is_same else f"all good, e.g. {node}: {first.message}")
+    return Finding.judged(what, True, first.message if is_same else f"all good, e.g. {node}: {first.message}")
 
 
 def wants_of(profile: Profile, count: int) -> dict[str, object]:

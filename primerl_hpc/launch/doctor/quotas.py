@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primerl_hpc.common.node.filesystems import filesystem_of
+from primerl_hpc.common.locks import filesystem_of
 
 LIMIT_S = 20.0
 NEARLY_FULL = 0.9

@@ -18,7 +18,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.site_schema import StorageFolder
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.doctor.images import image_arch
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.runtime.job.environment_checks import elf_arch
 
 _GIB = 2**30

@@ -23,7 +23,7 @@ from primerl_hpc.common.model_files import shards_of_index
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.launch.export.merge import base_folder, is_adapter, merge_adapter
 from primerl_hpc.launch.export.prediction_layers import add_tensors, prediction_tensors
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.leases import HeldLease, lease_path
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.base_models.snapshots import local_snapshot

@@ -6,25 +6,22 @@ entries = with_layout(request, entries, sized)      # layout, staleness, transpo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.interpreters import InterpreterError, ask
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.common.names import Kind
 from primerl_hpc.launch.new_recipe.request import MAX_SEQ_LEN, RecipeRequest
 from primerl_hpc.launch.new_recipe.sizing import Sized
 from primerl_hpc.plan.assess.search import NEAR
+from primerl_hpc.recipe.renderer import COMPARISON
 
 GIB = 2**30
-RENDERERS = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "glm4_moe": "glm-4.5",
-    "gpt_oss": "gpt-oss",
-    "deepseek_v3": "deepseek-v3",
-    "minimax_m2": "minimax-m2",
-}
-"""Renderer by ``model_type``, where all models of the family have the same chat format."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def task_entries(request: RecipeRequest, config: Mapping[str, Any]) -> list[Entr
 
 
 def _model(request: RecipeRequest, family: str, is_cpu: bool) -> Entry:
-    renderer = RENDERERS.get(family, "auto")
+    renderer = _fitting_renderer(request.model, family_of(family).renderer)
     value: dict[str, Any] = {"name": request.model}
     value |= {"dtype": "float32"} if is_cpu else {}
     value["renderer"] = {"name": renderer}
@@ -72,6 +69,20 @@ def _model(request: RecipeRequest, family: str, is_cpu: bool) -> Entry:
             " auto looks it up by the model's hub name; a folder needs a name, such as qwen3 or chatml."
         )
     return Entry("model", value, (comment,))
+
+
+def _fitting_renderer(model: str, renderer: str) -> str:
+    """Return the family's ``renderer``, or the one of the chat template if a model folder has another tokenizer."""
+    if renderer == "auto" or not Path(model).is_dir():
+        return renderer
+    block = {"name": str(Path(model).absolute()), "renderer": {"name": renderer}}
+    try:
+        ask(sys.executable, {}, COMPARISON, block)
+    except ConfigError:
+        return "default"
+    except InterpreterError:  # the packages of an environment server are not installed here: submit checks it
+        pass
+    return renderer
 
 
 def _seq_len(request: RecipeRequest, config: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ write_draft(draft, Path("my.yaml"), is_forced=False)
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import textwrap
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from primerl_hpc.launch.new_recipe.blocks import Entry, task_entries, with_defau
 from primerl_hpc.launch.new_recipe.request import RecipeRequest
 from primerl_hpc.launch.new_recipe.sizing import Sized, check_number, choose_layout, fewest_gpus
 from primerl_hpc.launch.planning.forecast import case_for
-from primerl_hpc.launch.planning.model_config import find_config
+from primerl_hpc.launch.planning.model_config import find_config, read_model
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe, parse_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 
@@ -75,7 +76,7 @@ def occupied(path: Path) -> OccupiedError:
 def _unpredicted(recipe: Recipe, profile: Profile) -> str:
     """Return why nothing can be predicted: an unknown family or GPU type; empty if it can."""
     try:
-        case_for(recipe, profile, None)
+        case_for(recipe, profile, read_model(recipe, profile))
     except ConfigError as error:
         return error.cause
     return ""
@@ -120,6 +121,11 @@ def _too_few(request: RecipeRequest, recipe: Recipe, gpus: int) -> ConfigError:
 # -- text ------------------------------------------------------------------------------------------
 
 
+def _word(text: str) -> str:
+    """Return a word of a command line in a comment."""
+    return shlex.quote(one_line(text))
+
+
 def _text(request: RecipeRequest, entries: list[Entry], file_name: str) -> str:
     title = {
         "rl": f"Reinforcement learning of {request.model} on {request.environment}.",
@@ -130,7 +136,7 @@ def _text(request: RecipeRequest, entries: list[Entry], file_name: str) -> str:
     head = [
         *_comment(title),
         "#",
-        f"#   primerl-hpc submit {one_line(file_name)} -p {one_line(request.profile_name)}",
+        f"#   primerl-hpc submit {_word(file_name)} -p {_word(request.profile_name)}",
         "#",
         *_comment("primerl-hpc explain KEY describes a key, and --set KEY=VALUE changes it for one run."),
     ]

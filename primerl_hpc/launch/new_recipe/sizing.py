@@ -17,7 +17,7 @@ from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.launch.planning.alternatives import with_auto_layout
 from primerl_hpc.launch.planning.forecast import case_for
 from primerl_hpc.launch.planning.learned import with_corrections
-from primerl_hpc.launch.planning.model_config import find_shape
+from primerl_hpc.launch.planning.model_config import load_config, read_model
 from primerl_hpc.plan.assess.case import Case, make_case
 from primerl_hpc.plan.assess.choice import LayoutChoice
 from primerl_hpc.plan.assess.prediction import Prediction, predict
@@ -141,7 +141,8 @@ class _LayoutSearch:
     @classmethod
     def of(cls, recipe: Recipe, profile: Profile) -> _LayoutSearch:
         """Raise ConfigError, see `choose_layout`."""
-        case = with_corrections(case_for(_with_auto(recipe), profile, None))
+        free = _with_auto(recipe)
+        case = with_corrections(case_for(free, profile, read_model(free, profile)))
         return cls(case, profile.node.gpus, _teacher_gpus(recipe, profile))
 
     def space(self, gpus: int) -> Space | None:
@@ -230,7 +231,7 @@ def _teacher_gpus(recipe: Recipe, profile: Profile) -> int:
     if (teacher := recipe.served_models.get(Role.TEACHER)) is None:
         return 0
     served = recipe.for_frozen(Role.TEACHER).model_copy(update={"kind": Kind.EVAL})
-    case = make_case(served, profile, find_shape(teacher.model.name))
+    case = make_case(served, profile, load_config(teacher.model.name).shape)
     if (size := _engine_gpus(case, profile.node.gpus)) is None:
         raise ConfigError(
             f"teacher {teacher.model.name} does not fit on a node of profile '{profile.name}' "

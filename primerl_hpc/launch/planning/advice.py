@@ -28,13 +28,13 @@ from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.locks import lock_file
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role, RunState
-from primerl_hpc.common.node.filesystems import lock_file
+from primerl_hpc.plan.plan import BUNDLE_PYTHON, PhasePlan, Plan, load_plan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.ledger import LedgerKey
 from primerl_hpc.plan.simulation.advisor import Advice, UnitSplit, advise, measure_sides
-from primerl_hpc.plan.types import BUNDLE_PYTHON, PhasePlan, Plan, load_plan
 from primerl_hpc.run.ledger.measures import Row, compare, metric_rows, steady_rows
 from primerl_hpc.run.ledger.rows import LedgerRow
 from primerl_hpc.run.ledger.store import append_rows, read_rows, user_ledger
@@ -231,7 +231,7 @@ def replan(plan: Plan, profile: Profile, split: UnitSplit) -> Plan:
         }
     )
     recipe = phase.recipe.model_copy(update={"layout": changed})
-    python = BUNDLE_PYTHON if plan.bundle is not None else profile.software.host_python or sys.executable
+    python = BUNDLE_PYTHON if plan.bundle is not None else profile.software.python_here
     found = compile_plan(recipe, profile, run_dir=plan.run_dir, python=python)
     here, needed = ([len(part.nodes) for part in of.all_components] for of in (plan, found))
     if here != needed:

@@ -9,6 +9,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast, case_for, space_of
 from primerl_hpc.launch.planning.learned import with_corrections
+from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.case import Case
 from primerl_hpc.plan.assess.parts import Parts
 from primerl_hpc.plan.assess.prediction import Prediction, predict
@@ -66,7 +67,7 @@ def compare_layouts(
 ) -> tuple[SearchResult, list[Alternative]]:
     """Return the search over all layouts, and the best of them with the plan's own. Raises ConfigError."""
     free = with_auto_layout(recipe)
-    case = with_corrections(case_for(free, profile, measured))
+    case = with_corrections(case_for(free, profile, read_model(free, profile), measured))
     found = search(case, space_of(free, profile), is_complete=True)
     predictions = list(found.simulated)
     if free.layout.inference.prefill is not None:
@@ -124,7 +125,7 @@ def scaling(
 ) -> list[ScalingRow]:
     """Return the best layout for each number of nodes. Raises ConfigError if nothing can be predicted."""
     free = with_auto_layout(recipe)
-    case = with_corrections(case_for(free, profile, measured))
+    case = with_corrections(case_for(free, profile, read_model(free, profile), measured))
     per_node = space_of(free, profile).gpus_per_node
     rows = []
     for number in nodes:

@@ -1,7 +1,7 @@
 """The forecast of a recipe on a profile: a prediction or the reason why there is none; ``auto`` decided by it.
 
-recipe, notes = decide_auto(recipe, profile)          # before the planner
-forecast = forecast_plan(plan, profile)               # after it
+recipe, notes = decide_auto(recipe, profile, model)   # before the planner
+forecast = forecast_plan(plan, profile, model)        # after it
 refuse_misfit(forecast)                               # ConfigError with the smallest change that fits
 """
 
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
 from primerl_hpc.launch.planning.learned import layout_key, ledger_key, with_corrections
-from primerl_hpc.launch.planning.model_config import find_shape
+from primerl_hpc.launch.planning.model_config import ModelConfig
 from primerl_hpc.plan.assess.case import Case, make_case
 from primerl_hpc.plan.assess.choice import apply_choice, choice_of
 from primerl_hpc.plan.assess.parts import Parts
@@ -24,13 +23,12 @@ from primerl_hpc.plan.assess.prediction import Prediction, busy_cores, predict
 from primerl_hpc.plan.assess.remedy import smallest_change
 from primerl_hpc.plan.assess.rules import rules_of_thumb
 from primerl_hpc.plan.assess.search import SearchResult, Space, has_auto, search
-from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.env_servers import raise_servers
+from primerl_hpc.plan.plan import Plan, PredictionRecord
 from primerl_hpc.plan.pools import Pools, nodes_of
 from primerl_hpc.plan.predict.ledger import record_prediction
 from primerl_hpc.plan.predict.timing.host_cores import ENVIRONMENTS, servers_for
 from primerl_hpc.plan.simulation.lengths import Lengths
-from primerl_hpc.plan.types import Plan, PredictionRecord
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
@@ -151,7 +149,7 @@ def _check_prefill_nodes(recipe: Recipe) -> None:
 
 
 def decide_auto(
-    recipe: Recipe, profile: Profile, measured: MeasuredLengths | None = None
+    recipe: Recipe, profile: Profile, model: ModelConfig, measured: MeasuredLengths | None = None
 ) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe with ``auto`` decided by prediction, and notes with the reasons.
 
@@ -162,7 +160,7 @@ def decide_auto(
     if not profile.node.gpus:
         return recipe, ()
     try:
-        case = case_for(recipe, profile, measured)
+        case = case_for(recipe, profile, model, measured)
         found = search(with_corrections(case), space_of(recipe, profile))
     except ConfigError as error:
         return recipe, (f"auto by fixed rules, because nothing is predicted: {error.cause}",)
@@ -182,23 +180,18 @@ def _applied(recipe: Recipe, found: SearchResult) -> tuple[Recipe, tuple[str, ..
     return apply_choice(recipe, found.best.choice), (f"auto: {found.best.choice}{one_of}",)
 
 
-def case_for(recipe: Recipe, profile: Profile, measured: MeasuredLengths | None) -> Case:
+def case_for(
+    recipe: Recipe, profile: Profile, model: ModelConfig, measured: MeasuredLengths | None = None
+) -> Case:
     """Return the case of a recipe. Raises ConfigError for an unknown model or GPU type, or a profile without GPUs."""
-    shape = find_shape(recipe.model.name, hub_variables(recipe, profile))
     if measured is None:
-        return make_case(recipe, profile, shape)
-    return make_case(recipe, profile, shape, lengths=measured.lengths, lengths_source=measured.source)
+        return make_case(recipe, profile, model.shape)
+    return make_case(recipe, profile, model.shape, lengths=measured.lengths, lengths_source=measured.source)
 
 
-def hub_variables(recipe: Recipe, profile: Profile) -> dict[str, str]:
-    """Return the variables of the run's engines or trainer, in which recipe and profile may set another hub cache."""
-    role = Role.INFERENCE if recipe.has_engines else Role.TRAINER
-    inherited = inherited_env(role, recipe, profile).items()
-    given = {name: value for name, source in inherited if (value := env.variable(source)) is not None}
-    return process_env(role, recipe, profile) | given
-
-
-def forecast_plan(plan: Plan, profile: Profile, measured: MeasuredLengths | None = None) -> PlanForecast:
+def forecast_plan(
+    plan: Plan, profile: Profile, model: ModelConfig, measured: MeasuredLengths | None = None
+) -> PlanForecast:
     """Return the forecast of a plan's main phase. Never raises for what is unknown: the reason is in the result."""
     phase = plan.phase(MAIN_PHASE)
     recipe = phase.recipe
@@ -207,7 +200,7 @@ def forecast_plan(plan: Plan, profile: Profile, measured: MeasuredLengths | None
     try:
         if recipe.is_external:
             raise ConfigError("the model is served by an external server")
-        case = case_for(recipe, profile, measured)
+        case = case_for(recipe, profile, model, measured)
         choice = choice_of(phase, case.shape.num_experts)
         case = with_corrections(case, layout_key(choice, recipe))
         prediction = predict(case, choice)

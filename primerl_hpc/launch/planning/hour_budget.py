@@ -12,7 +12,7 @@ import re
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.planning.forecast import PlanForecast
 from primerl_hpc.launch.planning.screen import hours_text
-from primerl_hpc.plan.types import HourBudget, Plan
+from primerl_hpc.plan.plan import HourBudget, Plan
 from primerl_hpc.run.ledger.attempts import BudgetStop, budget_stop, used_s
 from primerl_hpc.run.registry import word_for
 from primerl_hpc.run.rundir import RunDir

@@ -1,23 +1,29 @@
 """Find a model's config.json without network and without weights: its folder, the hub cache, the known models.
 
-shape = find_shape("Qwen/Qwen3-8B")          # ConfigError in one sentence if it is nowhere or cannot be read
+model = read_model(recipe, profile)          # once for each submission
+model.shape                                  # ConfigError in one sentence if it is nowhere or cannot be read
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.common.names import Kind
+from primerl_hpc.common.model_families import check_family
+from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.launch.hub_cache import cache_folder
+from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.predict.shape import ModelShape, known_config, shape_of
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.transport.base_models.engine_options import check_engine
-from primerl_hpc.transport.base_models.families import check_family
 from primerl_hpc.transport.base_models.quantized import check_readable, quantization_of
 
 CONFIG = "config.json"
@@ -25,21 +31,40 @@ MAX_BYTES = 10 * 2**20
 """Larger files are not the configuration of a model."""
 
 
-def find_shape(name: str, variables: Mapping[str, str] | None = None) -> ModelShape:
-    """Return the shape of a model folder or hub id.
+@dataclass(frozen=True)
+class ModelConfig:
+    """The config.json of a model folder or hub id, or why it is unknown here."""
 
-    ``variables``: environment of the run's processes, which may name another hub cache. Raises ConfigError.
-    """
-    return shape_of(find_config(name, variables or {}), name)
+    name: str
+    variables: Mapping[str, str]
+    """Environment of the run's processes, which may name another hub cache."""
+    content: Mapping[str, Any] | None
+    """None if it is unknown; `fault` is the reason."""
+    fault: ConfigError | None = None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The shape of the model. Raises ConfigError."""
+        if self.content is None:
+            assert self.fault is not None
+            raise self.fault
+        return shape_of(self.content, self.name)
 
 
-def has_config(name: str, variables: Mapping[str, str] | None = None) -> bool:
-    """True if the model's config.json is known here, so that a plan can be made without its weights."""
+def read_model(recipe: Recipe, profile: Profile) -> ModelConfig:
+    """Read the configuration of the recipe's policy as its engines or trainer find it."""
+    role = Role.INFERENCE if recipe.has_engines else Role.TRAINER
+    inherited = inherited_env(role, recipe, profile).items()
+    given = {name: value for name, source in inherited if (value := env.variable(source)) is not None}
+    return load_config(recipe.model.name, process_env(role, recipe, profile) | given)
+
+
+def load_config(name: str, variables: Mapping[str, str] | None = None) -> ModelConfig:
+    """Read the configuration of a model in the environment ``variables``; never raises."""
     try:
-        find_config(name, variables or {})
-    except ConfigError:
-        return False
-    return True
+        return ModelConfig(name, variables or {}, find_config(name, variables or {}))
+    except ConfigError as error:
+        return ModelConfig(name, variables or {}, None, error)
 
 
 def find_config(name: str, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -58,18 +83,14 @@ def find_config(name: str, variables: Mapping[str, str]) -> dict[str, Any]:
         ) from None
 
 
-def check_positions(recipe: Recipe, variables: Mapping[str, str]) -> None:
+def check_positions(recipe: Recipe, model: ModelConfig) -> None:
     """Raise ConfigError if engines are to serve more positions than the model has, which vLLM refuses after its start.
 
     Nothing is checked for models without a known config.json, and for those that scale their positions.
     """
-    if not recipe.has_engines or recipe.is_external:
+    if not recipe.has_engines or recipe.is_external or model.content is None:
         return
-    try:
-        config = find_config(recipe.model.name, variables)
-    except ConfigError:
-        return
-    config = config.get("text_config") or config
+    config = model.content.get("text_config") or model.content
     most, length = config.get("max_position_embeddings"), recipe.max_model_len
     scaling = [config.get("rope_scaling"), config.get("rope_parameters")]
     if not isinstance(most, int) or length <= most or "factor" in json.dumps(scaling):
@@ -81,19 +102,16 @@ def check_positions(recipe: Recipe, variables: Mapping[str, str]) -> None:
     )
 
 
-def refuse_untrainable(
-    recipe: Recipe, variables: Mapping[str, str] | None = None, accelerator: str = "gpu"
-) -> None:
+def refuse_untrainable(recipe: Recipe, model: ModelConfig, accelerator: str = "gpu") -> None:
     """Raise ConfigError if the recipe trains a family that no test compares, or a quantization that cannot be trained,
     or if its engines on this ``accelerator`` compute another policy.
 
     Engines keep the quantization of the checkpoint that they load, so they cannot take the trainer's bfloat16 weights.
     Without config.json nothing is checked.
     """
-    name, variables = recipe.model.name, variables or {}
-    if recipe.kind not in (Kind.RL, Kind.SFT) or not has_config(name, variables):
+    name, config = recipe.model.name, model.content
+    if recipe.kind not in (Kind.RL, Kind.SFT) or config is None:
         return
-    config = find_config(name, variables)
     check_family(config.get("model_type"), name, is_untested=recipe.model.untested)
     if recipe.kind == Kind.RL:
         check_engine(config.get("model_type"), name, accelerator, is_untested=recipe.model.untested)

@@ -1,6 +1,6 @@
 """Refuse, before the queue, a run whose nodes could not load its models, data or images.
 
-    check_needs(plan, profile, command)      # ["cannot ask https://… whether it has model a/b (ConnectTimeout)"]
+    check_needs(needs, plan, profile, command)      # ["cannot ask https://… whether it has model a/b (ConnectTimeout)"]
 
 ``owner/name`` may also be a relative folder that does not exist: the messages cover both meanings.
 """
@@ -8,19 +8,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.launch.hub_cache import ask_hub, cache_folder, is_true, open_cache, value_of
+from primerl_hpc.launch.hub_cache import ask_hub, cache_folder, open_cache, value_of
 from primerl_hpc.launch.prefetch.images import look_for_image
 from primerl_hpc.launch.prefetch.inventory import Found, Presence, look
-from primerl_hpc.launch.prefetch.needs import Need, NeedKind, needs_of
+from primerl_hpc.launch.prefetch.needs import Need, NeedKind
 from primerl_hpc.launch.prefetch.packages import look_for_package
-from primerl_hpc.plan.env import process_env
-from primerl_hpc.plan.types import Plan
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 
 _MODELS = (NeedKind.MODEL, NeedKind.TOKENIZER)
@@ -33,22 +32,16 @@ def prefetch_command(loaded: LoadedRecipe, profile: LoadedProfile) -> str:
     return f"primerl-hpc prefetch {shlex.quote(str(loaded.path))} -p {shlex.quote(name)}"
 
 
-def check_needs(plan: Plan, profile: Profile, command: str) -> list[str]:
+def check_needs(needs: Sequence[Need], plan: Plan, profile: Profile, command: str) -> list[str]:
     """Return warnings about what may be missing. ``command`` fetches it.
 
     Raises NotFoundError for what the run cannot load: it is in no cache and the nodes are offline, or the hub does not
     have it. If setup lines or a container may set another cache or a token, that is only a warning.
     """
     warnings = []
-    needs = {
-        need.identity: need
-        for phase in plan.phases
-        if phase.processes
-        for need in needs_of(phase.recipe, profile)
-    }
-    caches = {cache_folder(need.variables) for need in needs.values() if need.kind in _MODELS}
+    caches = {cache_folder(need.variables) for need in needs if need.kind in _MODELS}
     warnings += [warning for folder in caches if (warning := open_cache(folder))]
-    for need in needs.values():
+    for need in needs:
         if need.kind == NeedKind.PACKAGE:  # see `check_packages`
             continue
         for fault, is_sure in _faults(need, plan, profile):
@@ -59,13 +52,13 @@ def check_needs(plan: Plan, profile: Profile, command: str) -> list[str]:
     return [warning for warning in dict.fromkeys(warnings) if warning]
 
 
-def check_packages(plan: Plan, profile: Profile, command: str) -> list[str]:
+def check_packages(needs: Sequence[Need], command: str) -> list[str]:
     """Return warnings about packages of environments that cannot be checked from here. ``command`` installs them.
 
     Raises NotFoundError for one that an interpreter does not have in the version that the recipe names.
     """
     warnings = []
-    for need in package_needs(plan, profile):
+    for need in packages_of(needs):
         found = look_for_package(need)
         text = f"package {need.name} of an environment is not installed: {found.detail}"
         if found.state == Presence.MISSING:
@@ -75,15 +68,9 @@ def check_packages(plan: Plan, profile: Profile, command: str) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
-def package_needs(plan: Plan, profile: Profile) -> list[Need]:
-    """Return the packages of environments of all phases, each once for each interpreter."""
-    needs = {
-        need.identity: need
-        for phase in plan.phases
-        for need in needs_of(phase.recipe, profile)
-        if need.kind == NeedKind.PACKAGE
-    }
-    return list(needs.values())
+def packages_of(needs: Sequence[Need]) -> list[Need]:
+    """Return the packages of environments, each once for each interpreter."""
+    return [need for need in needs if need.kind == NeedKind.PACKAGE]
 
 
 def _hint(need: Need, command: str) -> str:
@@ -104,19 +91,18 @@ def _faults(need: Need, plan: Plan, profile: Profile) -> Iterator[tuple[str, boo
     may_differ = not is_fixed and (
         bool(profile.software.setup) or any(item.container.image for item in software)
     )
-    is_offline = _is_offline(need, plan, profile)
     found = look(need)
     if found.is_complete:
         return
     if need.kind in _MODELS:
         yield from _model_faults(need, found, plan, profile, may_differ=may_differ)
-    elif is_offline and found.state == Presence.UNKNOWN:
+    elif need.is_offline and found.state == Presence.UNKNOWN:
         if is_fixed:
             yield (
                 f"the nodes are offline, and whether the cache has the data of {need.name} is unknown",
                 False,
             )
-    elif is_offline:
+    elif need.is_offline:
         yield (
             f"the nodes of profile '{profile.name}' are offline, and {need.kind} {need.name} is not in the cache: "
             f"{found.detail}",
@@ -128,19 +114,12 @@ def _is_address(image: str) -> bool:
     return not image.startswith(("/", "./", "~"))
 
 
-def _is_offline(need: Need, plan: Plan, profile: Profile) -> bool:
-    for phase in plan.phases:
-        variables = process_env(need.role, phase.recipe, profile)
-        return is_true(value_of(variables, "HF_HUB_OFFLINE"))
-    return False
-
-
 def _model_faults(
     need: Need, found: Found, plan: Plan, profile: Profile, *, may_differ: bool
 ) -> Iterator[tuple[str, bool]]:
     name, folder = need.name, cache_folder(need.variables)
     is_named = any(value_of(need.variables, key) for key in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"))
-    if _is_offline(need, plan, profile):
+    if need.is_offline:
         lack = f"is in no cache here ({folder})"
         if found.state == Presence.PARTIAL:
             lack = f"is incomplete in the cache: {found.detail}"

@@ -1,8 +1,4 @@
-"""Entry point of one download: ``python -m primerl_hpc.launch.prefetch.fetch``, JSON in, JSON lines out.
-
-    stdin   {"kind": "model", "name": "org/model", "hub": "/cache/hub", "marker": "/cache/….json", "source": {}}
-    stdout  {"bytes": 1048576, "of": 8388608}          every second
-            {"done": {"bytes": 8388608}}, or {"fault": "…", "hint": "…"}
+"""Download one model, tokenizer or dataset: `prefetch` calls `fetch` (`common/interpreters.py`).
 
 It runs in a process of its own, because package huggingface_hub reads the caches and the offline mode from environment
 variables when it is imported, and because datasets are prepared by the interpreter that will read them. huggingface_hub
@@ -12,13 +8,10 @@ keeps complete files, so an interrupted download continues with the file at whic
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import json
 import shutil
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +19,8 @@ from typing import Any
 
 from primerl_hpc.common.errors import DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
-from primerl_hpc.common.waiting import repeating
+from primerl_hpc.common.locks import is_stale, no_locks_error
+from primerl_hpc.common.waiting import DISK_FULL, repeating
 from primerl_hpc.transport.base_models.snapshots import SMALL_FILES, UNREAD_FILES
 
 WEIGHT_FORMATS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
@@ -35,6 +29,9 @@ REPORT_EVERY_S = 1.0
 OLD_S = 86400.0
 """Age of a file of an interrupted download at which it is deleted."""
 SPARE_BYTES = 64 * 2**20
+_NETWORK = ("httpx", "httpcore", "huggingface_hub")
+"""Packages whose errors are those of a download."""
+Report = Callable[[list[int]], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def fetch_model(name: str, hub: Path, marker: Path, *, is_tokenizer: bool) -> dict[str, Any]:
+def fetch_model(name: str, hub: Path, marker: Path, report: Report, *, is_tokenizer: bool) -> None:
     """Download a model into the hub cache, verify sizes and checksums, and write its marker.
 
     Raises NotFoundError for a model that the hub does not have, DataError for a full disk or a wrong checksum.
@@ -92,7 +89,7 @@ def fetch_model(name: str, hub: Path, marker: Path, *, is_tokenizer: bool) -> di
     snapshot = root / "snapshots" / str(info.sha)
     total = sum(file.size for file in files)
     check_space(hub, sum(file.size for file in files if not (snapshot / file.path).is_file()))
-    with _reporting(root / "blobs", total):
+    with _reporting(root / "blobs", total, report):
         patterns = [file.path for file in files]
         folder = Path(snapshot_download(name, cache_dir=hub, allow_patterns=patterns))
     if folder.name != info.sha:
@@ -102,7 +99,6 @@ def fetch_model(name: str, hub: Path, marker: Path, *, is_tokenizer: bool) -> di
     write_json(
         marker, {"name": name, "commit": folder.name, "files": verified, "time": round(time.time(), 3)}
     )
-    return {"bytes": total}
 
 
 def _hub_file(entry: Any) -> HubFile:
@@ -114,8 +110,8 @@ def _delete_interrupted(blobs: Path) -> None:
     """Delete the files that a killed download left: the next one starts such a file again."""
     with contextlib.suppress(OSError):
         for path in blobs.glob("*.incomplete"):
-            if time.time() - path.stat().st_mtime > OLD_S:
-                path.unlink()
+            if is_stale(path, OLD_S):
+                path.unlink(missing_ok=True)
 
 
 def _facts(marker: Any) -> dict[str, Any]:
@@ -158,70 +154,62 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _reporting(blobs: Path, total: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context that prints the number of bytes in ``blobs`` every second."""
+def _reporting(blobs: Path, total: int, report: Report) -> contextlib.AbstractContextManager[None]:
+    """Return a context that reports the number of bytes in ``blobs`` every second."""
 
-    def report() -> None:
+    def report_bytes() -> None:
         num_bytes = sum(path.stat().st_size for path in blobs.iterdir())
-        _print({"bytes": min(num_bytes, total), "of": total})
+        report([min(num_bytes, total), total])
 
-    return repeating(REPORT_EVERY_S, report)
+    return repeating(REPORT_EVERY_S, report_bytes)
 
 
-def load_dataset(source: dict[str, Any], marker: Path) -> dict[str, Any]:
+def load_dataset(source: dict[str, Any], marker: Path) -> None:
     """Load a hub dataset as the trainer does, which fills the caches, and write its marker. Raises NotFoundError."""
     from primerl_hpc.recipe.schema.sft import SFTData
     from primerl_hpc.recipe.sft.tables import open_rows
 
     rows = open_rows(SFTData.model_validate(source))
     write_json(marker, {"name": source["path"], "rows": len(rows), "time": round(time.time(), 3)})
-    return {"bytes": 0, "rows": len(rows)}
 
 
-_output = sys.stdout
+def fetch(request: dict[str, Any], report: Report) -> None:
+    """Fetch a need and write its marker. Raises a PrimerlError for each expected error.
 
+        {"kind": "model", "name": "org/model", "hub": "/cache/hub", "marker": "/cache/….json", "source": {}}
 
-def _print(value: dict[str, Any]) -> None:
-    print(json.dumps(value), file=_output, flush=True)
-
-
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return ``{"done": …}``, or ``{"fault": …, "hint": …}`` for an expected error."""
+    ``report`` is called with the bytes so far and in total every second.
+    """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     kind, marker = request["kind"], Path(request["marker"])
+    hint = "run the command again: complete files are kept"
     try:
         if kind == "dataset":
-            return {"done": load_dataset(request["source"], marker)}
-        is_tokenizer = kind == "tokenizer"
-        return {"done": fetch_model(request["name"], Path(request["hub"]), marker, is_tokenizer=is_tokenizer)}
-    except PrimerlError as error:
-        return {
-            "fault": f"{error.location}: {error.cause}" if error.location else error.cause,
-            "hint": error.hint,
-        }
-    except RepositoryNotFoundError:
-        hint = "check the name; for a private or gated model, log in with: hf auth login"
-        return {"fault": f"the hub has no {kind} {request['name']}, or it is private", "hint": hint}
+            load_dataset(request["source"], marker)
+        else:
+            hub, is_tokenizer = Path(request["hub"]), kind == "tokenizer"
+            fetch_model(request["name"], hub, marker, report, is_tokenizer=is_tokenizer)
+    except PrimerlError:
+        raise
+    except RepositoryNotFoundError as error:
+        raise NotFoundError(
+            f"the hub has no {kind} {request['name']}, or it is private",
+            hint="check the name; for a private or gated model, log in with: hf auth login",
+        ) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             hint = "free some space, and run the command again: complete files are kept"
-            return {"fault": f"{error.strerror} ({error.filename or request['hub']})", "hint": hint}
-        return {"fault": _first_line(error), "hint": "run the command again: complete files are kept"}
-    except (HfHubHTTPError, OfflineModeIsEnabled, RuntimeError) as error:
-        return {"fault": _first_line(error), "hint": "run the command again: complete files are kept"}
+            raise DataError(f"{error.strerror} ({error.filename or request['hub']})", hint=hint) from error
+        no_locks = no_locks_error(error, "huggingface_hub", {"HF_HUB_CACHE": Path(request["hub"])})
+        raise no_locks or DataError(_first_line(error), hint=hint) from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "huggingface_hub"):
+        is_known = isinstance(error, (HfHubHTTPError, OfflineModeIsEnabled, RuntimeError))
+        if not is_known and type(error).__module__.partition(".")[0] not in _NETWORK:
             raise
-        return {"fault": _first_line(error), "hint": "run the command again: complete files are kept"}
+        raise DataError(_first_line(error), hint=hint) from error
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-if __name__ == "__main__":
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print
-        result = answer(json.load(sys.stdin))
-    _print(result)

@@ -8,23 +8,25 @@ Nothing is read from disk, except to decide whether a name is a path.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.software_schema import Container
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.hub_cache import cache_folder
+from primerl_hpc.launch.hub_cache import cache_folder, is_true, value_of
 from primerl_hpc.plan.env import process_env
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environment
 
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class NeedKind(StrEnum):
@@ -34,6 +36,10 @@ class NeedKind(StrEnum):
     PACKAGE = "package"
     ENVIRONMENT = "environment"
     IMAGE = "image"
+
+
+Load = tuple[NeedKind, str, Role, dict[str, Any]]
+"""One thing that a role loads: its kind, its name, the role, and the block of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Need:
     """Block of the recipe: ``SFTData`` or ``Environment``; of a package its interpreter."""
     container: Container | None = None
     """Container of an image."""
+    is_offline: bool = False
+    """The role may not use the network (``HF_HUB_OFFLINE``)."""
 
     @property
     def label(self) -> str:
@@ -70,17 +78,35 @@ def needs_of(recipe: Recipe, profile: Profile, folder: Path | None = None) -> li
 
     ``folder``: base of relative paths of a recipe that is not resolved yet.
     """
-    found = [
-        *_images(recipe, profile),
-        *_models(recipe, profile, folder),
-        *_datasets(recipe, profile, folder),
-        *_packages(recipe, profile),
-        *_environments(recipe, profile),
-    ]
+
+    @cache
+    def place(role: Role) -> tuple[dict[str, str], str | None]:
+        software = profile.software.of_role(role)
+        is_here = software.container.kind == "none"
+        python = (software.python or profile.software.python_here) if is_here else None
+        return process_env(role, recipe, profile), python
+
     unique: dict[tuple[str, ...], Need] = {}
-    for need in found:
+    for role in roles_of(recipe):
+        container = profile.software.of_role(role).container
+        if container.kind != "none" and container.image is not None:
+            need = Need(NeedKind.IMAGE, container.image, role, container=container)
+            unique.setdefault(need.identity, need)
+    loads = (_models(recipe, folder), _datasets(recipe, folder), _packages(recipe), _environments(recipe))
+    for kind, name, role, source in chain(*loads):
+        variables, python = place(role)
+        online = {key: value for key, value in variables.items() if key not in OFFLINE_VARIABLES}
+        is_offline = is_true(value_of(variables, "HF_HUB_OFFLINE"))
+        facts = {"python": python} if kind == NeedKind.PACKAGE else source
+        need = Need(kind, name, role, online, python, facts, is_offline=is_offline)
         unique.setdefault(need.identity, need)
     return list(unique.values())
+
+
+def needs_of_plan(plan: Plan, profile: Profile) -> list[Need]:
+    """Return the needs of all phases, each once."""
+    needs = [need for phase in plan.phases for need in needs_of(phase.recipe, profile)]
+    return list({need.identity: need for need in needs}.values())
 
 
 def roles_of(recipe: Recipe) -> list[Role]:
@@ -96,19 +122,7 @@ def roles_of(recipe: Recipe) -> list[Role]:
     return [*roles, *recipe.served_models]
 
 
-def _need(kind: NeedKind, name: str, role: Role, recipe: Recipe, profile: Profile, **more: Any) -> Need:
-    software = profile.software.of_role(role)
-    variables = process_env(role, recipe, profile)
-    python = None if software.container.kind != "none" else software.python or _default_python(profile)
-    online = {key: value for key, value in variables.items() if key not in _OFFLINE}
-    return Need(kind, name, role, online, python, **more)
-
-
-def _default_python(profile: Profile) -> str:
-    return profile.software.host_python or sys.executable
-
-
-def _models(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator[Need]:
+def _models(recipe: Recipe, folder: Path | None) -> Iterator[Load]:
     roles = roles_of(recipe)
     own = [role for role in roles if role in (Role.INFERENCE, Role.TRAINER, Role.SFT)]
     models = [(recipe.model, role) for role in own]
@@ -116,10 +130,10 @@ def _models(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator[N
     for model, role in models:
         for kind, name in ((NeedKind.MODEL, model.name), (NeedKind.TOKENIZER, model.tokenizer)):
             if name is not None and is_hub_id(name, folder):
-                yield _need(kind, name, role, recipe, profile)
+                yield kind, name, role, {}
 
 
-def _datasets(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator[Need]:
+def _datasets(recipe: Recipe, folder: Path | None) -> Iterator[Load]:
     blocks = [recipe.sft, recipe.warmup.sft if recipe.warmup is not None else None]
     for block in blocks:
         if block is None:
@@ -129,7 +143,7 @@ def _datasets(recipe: Recipe, profile: Profile, folder: Path | None) -> Iterator
             if is_hub_id(source.path, folder):
                 fields = source.model_dump(mode="json", include={"path", "subset"})
                 fields["split"] = source.named_split
-                yield _need(NeedKind.DATASET, source.path, Role.SFT, recipe, profile, source=fields)
+                yield NeedKind.DATASET, source.path, Role.SFT, fields
 
 
 def environments_of(recipe: Recipe) -> tuple[Environment, ...]:
@@ -142,14 +156,13 @@ def environments_of(recipe: Recipe) -> tuple[Environment, ...]:
     )
 
 
-def _packages(recipe: Recipe, profile: Profile) -> Iterator[Need]:
+def _packages(recipe: Recipe) -> Iterator[Load]:
     """Yield the package of each environment once for each interpreter that loads it."""
     for environment in environments_of(recipe):
         if environment.package is None:
             continue
         for role in (_loader(recipe), *(() if environment.address else (Role.ENV_SERVER,))):
-            need = _need(NeedKind.PACKAGE, environment.package, role, recipe, profile)
-            yield replace(need, source={"python": need.python})
+            yield NeedKind.PACKAGE, environment.package, role, {}
 
 
 def _loader(recipe: Recipe) -> Role:
@@ -157,15 +170,8 @@ def _loader(recipe: Recipe) -> Role:
     return Role.EVALUATOR if recipe.kind == Kind.EVAL else Role.ORCHESTRATOR
 
 
-def _environments(recipe: Recipe, profile: Profile) -> Iterator[Need]:
+def _environments(recipe: Recipe) -> Iterator[Load]:
     loader = _loader(recipe)
     for environment in environments_of(recipe):
         fields = environment.model_dump(mode="json", include={"id", "args", "env_args"})
-        yield _need(NeedKind.ENVIRONMENT, environment.id, loader, recipe, profile, source=fields)
-
-
-def _images(recipe: Recipe, profile: Profile) -> Iterator[Need]:
-    for role in roles_of(recipe):
-        container = profile.software.of_role(role).container
-        if container.kind != "none" and container.image is not None:
-            yield Need(NeedKind.IMAGE, container.image, role, container=container)
+        yield NeedKind.ENVIRONMENT, environment.id, loader, fields

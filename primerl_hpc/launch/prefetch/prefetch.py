@@ -9,11 +9,9 @@ Two commands that use one cache run one after the other: the second one finds wh
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,17 @@ from typing import Any
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import OccupiedError, PrimerlError
 from primerl_hpc.common.files import write_json
+from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.waiting import repeating
 from primerl_hpc.launch.hub_cache import cache_folder, open_cache
 from primerl_hpc.launch.prefetch.images import look_for_image, pull_image
 from primerl_hpc.launch.prefetch.inventory import Found, Presence, look, marker_path, markers_folder
 from primerl_hpc.launch.prefetch.needs import Need, NeedKind
-from primerl_hpc.launch.prefetch.packages import ask_python, child_environment, look_for_package
+from primerl_hpc.launch.prefetch.packages import ask_python, child_variables, look_for_package
 from primerl_hpc.run.lock import TOUCH_EVERY_S, SupervisorLock
 
 WAIT_S = 2.0
+FETCH, COUNT_TASKS = "primerl_hpc.launch.prefetch.fetch:fetch", "primerl_hpc.envs.lookup:count_tasks"
 Progress = Callable[[Need, int, int], None]
 """Called with a need, its bytes so far and in total."""
 
@@ -110,14 +110,9 @@ def _fetch(item: Item, profile: Profile, on_progress: Progress) -> Item:
             return _install(item)
         if need.kind == NeedKind.DATASET and need.python is None:
             return replace(item, hint="it is read inside a container: load it there once")
-        answer = _ask(need, on_progress)
     except PrimerlError as error:
         return replace(item, fault=error.cause, hint=error.hint)
-    if "fault" in answer:
-        found = _look(need, profile)
-        found = replace(found, state=Presence.PARTIAL) if found.is_complete else found
-        return Item(need, found, answer["fault"], answer.get("hint", ""))
-    return Item(need, _look(need, profile))
+    return _download(need, on_progress)
 
 
 def _install(item: Item) -> Item:
@@ -125,14 +120,16 @@ def _install(item: Item) -> Item:
     need = item.need
     if need.python is None:
         return replace(item, hint="it is loaded inside a container: install it in the image")
-    (answer,) = ask_python(need.python, [need.name], child_environment(need, is_offline=False), install=True)
-    if "fault" in answer:
-        return replace(item, fault=answer["fault"], hint=answer["hint"])
+    ask_python(need.python, need.name, child_variables(need, is_offline=False), install=True)
     return Item(need, look_for_package(need))
 
 
-def _ask(need: Need, on_progress: Progress) -> dict[str, Any]:
-    """Run `fetch` for a model, tokenizer or dataset; return its last line. Raises PrimerlError if it crashes."""
+def _download(need: Need, on_progress: Progress) -> Item:
+    """Fetch a model, tokenizer or dataset.
+
+    It runs in a process of its own, because package huggingface_hub reads the caches and the offline mode from
+    variables when it is imported, and because datasets are prepared by the interpreter that will read them.
+    """
     request = {
         "kind": need.kind.value,
         "name": need.name,
@@ -141,28 +138,15 @@ def _ask(need: Need, on_progress: Progress) -> dict[str, Any]:
         "source": dict(need.source),
     }
     python = need.python if need.kind == NeedKind.DATASET and need.python else sys.executable
-    answer: dict[str, Any] = {}
-    with _start(
-        [python, "-m", "primerl_hpc.launch.prefetch.fetch"], child_environment(need, is_offline=False)
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(json.dumps(request))
-        child.stdin.close()
-        for line in child.stdout:
-            with contextlib.suppress(ValueError):
-                answer = json.loads(line)
-            if "of" in answer:
-                on_progress(need, answer["bytes"], answer["of"])
-        errors = child.stderr.read() if child.stderr is not None else ""
-    if "done" in answer or "fault" in answer:
-        return answer
-    last = (errors.strip().splitlines() or ["no message"])[-1]
-    return {"fault": f"{python} ended without a result: {last}"}
-
-
-def _start(command: list[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=dict(environ), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    variables = child_variables(need, is_offline=False)
+    try:
+        ask(python, variables, FETCH, request, timeout_s=None, on_progress=lambda of: on_progress(need, *of))
+    except PrimerlError as error:
+        found = look(need)
+        found = replace(found, state=Presence.PARTIAL) if found.is_complete else found
+        fault = f"{error.location}: {error.cause}" if error.location else error.cause
+        return Item(need, found, fault, error.hint)
+    return Item(need, look(need))
 
 
 def _try_offline(item: Item) -> Item:
@@ -174,27 +158,17 @@ def _load_tasks(item: Item, *, is_offline: bool) -> Item:
     need = item.need
     if need.python is None:
         return replace(item, hint="it is loaded inside a container, which this command does not start")
-    done = subprocess.run(
-        [need.python, "-m", "primerl_hpc.envs.lookup"],
-        input=json.dumps(dict(need.source)),
-        env=child_environment(need, is_offline=is_offline),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = child_variables(need, is_offline=is_offline)
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return replace(item, fault=f"{need.python} cannot load it: {last}")
-    if "cause" in answer:
-        missing = Found(Presence.MISSING, answer["cause"])
-        return Item(need, missing, answer["cause"], answer["hint"])
+        count = ask(need.python, variables, COUNT_TASKS, dict(need.source), timeout_s=None)
+    except InterpreterError as error:
+        return replace(item, fault=error.cause)
+    except PrimerlError as error:
+        cause = " ".join(error.cause.split())
+        return Item(need, Found(Presence.MISSING, cause), cause, error.hint)
     if not is_offline:
-        write_json(
-            marker_path(need), {"name": need.name, "tasks": answer["tasks"], "time": round(time.time(), 3)}
-        )
-    return Item(need, Found(Presence.COMPLETE, f"{answer['tasks']} tasks were loaded"))
+        write_json(marker_path(need), {"name": need.name, "tasks": count, "time": round(time.time(), 3)})
+    return Item(need, Found(Presence.COMPLETE, f"{count} tasks were loaded"))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.launch.checks.metric_keys import check_metric_keys
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.recipe.load import validate_recipe, with_overrides
 from primerl_hpc.recipe.schedules import lr_factor
 from primerl_hpc.recipe.schema.recipe import Recipe
@@ -52,18 +52,19 @@ def change_recipe(run: RunDir, changes: Sequence[str], step: int, *, hint: str) 
 
     Raises ConfigError for another key, an invalid value, or a ``max_steps`` that is not after ``step``.
     """
+    plan = load_plan(run)
+    phase = plan.phase(MAIN_PHASE)
+    before = phase.recipe
+    document = Document(before.model_dump(mode="json"), {"": str(run.plan)})
     for text in changes:
         key = with_dots(text.partition("=")[0])
         if not is_changeable(key):
+            validate_recipe(with_overrides(document, [text]))  # a misspelled key has an error of its own
             raise ConfigError(
                 f"{key} cannot change at a resume",
                 hint=f"these keys can: {', '.join(CHANGEABLE)}; for other settings, {hint}",
             )
-    plan = load_plan(run)
-    phase = plan.phase(MAIN_PHASE)
-    before = phase.recipe
-    values = before.model_dump(mode="json")
-    after = validate_recipe(with_overrides(Document(values, {"": str(run.plan)}), changes))
+    after = validate_recipe(with_overrides(document, changes))
     check_metric_keys(after)
     if after.max_steps is not None and after.max_steps <= step:
         raise ConfigError(

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primerl_hpc.common.errors import OccupiedError, PrimerlError
-from primerl_hpc.launch.prepare import clear_run_dir
 from primerl_hpc.launch.storage.usage import Amount, check_is_mine, measure_run
-from primerl_hpc.launch.submit import check_not_running
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.launch.submit import check_not_running, clear_run_dir
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.rundir import RunDir
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.launch.storage.usage import check_is_mine, sizes_of
 from primerl_hpc.launch.submit import check_not_running
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.access.elsewhere import files_below, homes_of
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE, all_steps

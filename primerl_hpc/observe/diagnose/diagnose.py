@@ -302,7 +302,7 @@ def _progress_sentence(snapshot: Snapshot) -> str:
             f"primerl-hpc logs {shlex.quote(snapshot.name)} {TRAINER_ROLE[snapshot.kind]}"
         )
     notes = []
-    if restarted := ", ".join(f"{name} {count} times" for name, count in snapshot.restarts.items()):
+    if restarted := ", ".join(f"{name} ({count}×)" for name, count in snapshot.restarts.items()):
         notes.append(f"restarted: {restarted}")
     if failed := snapshot.metrics.get("checkpoint/failed"):
         last = snapshot.run.latest_checkpoint() or "none"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import httpx
 
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.names import Role
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.access.keys import OwnServer, own_server
@@ -99,12 +99,8 @@ def _trace(run: RunDir, name: str, engine: OwnServer, steps: int) -> EngineTrace
 
 def _wait(client: httpx.Client, start: dict[str, float], steps: int) -> int:
     """Return the iterations since ``start``, as soon as they are ``steps``, or at the time limit."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        count = count_since(start, _iterations(client))
-        if count >= steps or time.monotonic() > deadline:
-            return count
-        time.sleep(POLL_S)
+    polling = Polling(LIMIT_S, POLL_S)
+    return polling.last(lambda: count_since(start, _iterations(client)), lambda count: count >= steps)
 
 
 def count_since(start: dict[str, float], now: dict[str, float]) -> int:

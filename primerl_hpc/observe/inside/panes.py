@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from primerl_hpc.common.errors import NotFoundError, RoleError
 from primerl_hpc.common.names import Role
 from primerl_hpc.observe.inside.steps import python_path
-from primerl_hpc.observe.logs.log_files import LogFiles
+from primerl_hpc.observe.log_files import LogFiles
 from primerl_hpc.run.rundir import RunDir
 
 _SHOWN = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import write_json
-from primerl_hpc.observe.logs.log_files import LogFiles
+from primerl_hpc.observe.log_files import LogFiles
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import TRAINER_ROLE, take_snapshot
 from primerl_hpc.run.access.ownership import check_may_change

@@ -18,7 +18,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.package import package_folder
-from primerl_hpc.observe.logs.log_files import LogFiles
+from primerl_hpc.observe.log_files import LogFiles
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.access.ownership import check_may_change

@@ -75,7 +75,7 @@ class Snapshot:
     allocated_nodes: int = 1
     """With spare nodes."""
     allocated_gpus: int = 0
-    """As in `plan.types.Plan`."""
+    """As in `plan.plan.Plan`."""
 
     @property
     def num_nodes(self) -> int:
@@ -87,7 +87,9 @@ class Snapshot:
 
     @property
     def seconds_left(self) -> float | None:
-        return None if self.forecast is None else self.forecast.seconds_left
+        """Until the end of the run."""
+        forecast = self.forecast
+        return None if forecast is None or forecast.phase is not None else forecast.seconds_left
 
     @property
     def split_sentence(self) -> str | None:
@@ -182,6 +184,7 @@ def _take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None) -> Snapshot:
             started=state.get("started"),
             ends=state.get("ends_at"),
             resumed_from=int(state.get("resumed_from") or 0),
+            phase=phase.get("name") if phase.get("name") != MAIN_PHASE else None,
         )
         if is_moving
         else None,
@@ -285,8 +288,10 @@ def real_state(
         state.get("job_id") if is_final and chain_of(job) is not None else current_job(job, state, jobs or {})
     )
     fact = (jobs or {}).get(str(now))
+    # 1. no supervisor of the latest job has written yet: SLURM knows more than the files
     if written is None or not is_from_latest_job(state, job):
         return state_with_parent(job, *_state_before_start(run, job, fact))
+    # 2. SLURM contradicts what the supervisor wrote before it was requeued or killed
     if fact is not None and fact.is_forgotten:
         if written == RunState.PENDING:
             return RunState.FAILED, _forgotten(run, fact)
@@ -299,8 +304,10 @@ def real_state(
             return RunState.STOPPING, "SLURM is ending its job, and may requeue it"
         if fact.state in _ENDED_BY_SLURM:  # the failure inside the job is a consequence
             return _state_of_ended_job(run, fact)
+    # 3. both agree, or only the supervisor knows
     if written.is_final:
         return written, state.get("message")
+    # 4. it was running when it last wrote: does it still?
     if fact is not None and fact.has_ended:
         return _state_of_ended_job(run, fact)
     if written == RunState.PENDING:  # requeued by the supervisor

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from primerl_hpc.common.block import Block
 from primerl_hpc.orchestrator.algorithms.length_penalty import penalize_length
-from primerl_hpc.orchestrator.types import Rollout, Sample, TrainSample
+from primerl_hpc.orchestrator.rollout_data import Rollout, Sample, TrainSample
 
 ROUNDING = 8 * float(np.finfo(np.float32).eps)
 """Relative error of a reward that was computed in float32, by a few operations."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.importing import import_object
 from primerl_hpc.orchestrator.algorithms.base import Algorithm
-from primerl_hpc.orchestrator.types import Rollout
+from primerl_hpc.orchestrator.rollout_data import Rollout
 
 
 class CustomAlgorithmError(RoleError):
@@ -45,6 +45,3 @@ class Custom(Algorithm):
 
     def _error(self, problem: str) -> CustomAlgorithmError:
         return CustomAlgorithmError(f"{self.config.import_path} {problem}", location="algorithm.import_path")
-
-
-ALGORITHM = Custom

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.orchestrator.types import Rollout
+from primerl_hpc.orchestrator.rollout_data import Rollout
 from primerl_hpc.recipe.schema.algorithm import CorrectLengthPenalty, LengthPenalty, LinearLengthPenalty
 
 

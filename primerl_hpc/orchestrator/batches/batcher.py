@@ -21,10 +21,10 @@ import numpy as np
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.safety.printable import kind_of, last_error
 from primerl_hpc.orchestrator.batches.packing import Packed, pack
+from primerl_hpc.orchestrator.rollout_data import Group, ScoredGroup, TrainSample
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
-from primerl_hpc.orchestrator.types import Group, ScoredGroup, TrainSample
 from primerl_hpc.recipe.schema.rollout import Rollouts
-from primerl_hpc.transport.rollouts.types import StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo
 
 Window = deque[tuple[int, int]]
 ERROR_WINDOW_GROUPS = 100

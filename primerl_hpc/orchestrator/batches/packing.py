@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.orchestrator.types import TrainSample
-from primerl_hpc.transport.rollouts.types import MicroBatch, empty_row
+from primerl_hpc.orchestrator.rollout_data import TrainSample
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, empty_row
 
 # Sequence length at which attention costs as much as the matrices: P/(layers·heads·head_dim), 8 k to 27 k tokens for
 # models of 0.6 to 4 B parameters. Only balance depends on it.

@@ -8,11 +8,11 @@ import math
 import numpy as np
 
 from primerl_hpc.orchestrator.batches.packing import pack
-from primerl_hpc.orchestrator.types import Sample, TrainSample
-from primerl_hpc.plan.bench import TOKEN_IDS, BenchRequest
+from primerl_hpc.orchestrator.rollout_data import Sample, TrainSample
+from primerl_hpc.plan.bench_plans import TOKEN_IDS, BenchRequest
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Rollouts
-from primerl_hpc.transport.rollouts.types import RolloutSender, StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import RolloutSender, StepInfo
 
 LABEL = "synthetic"
 

@@ -28,7 +28,7 @@ from primerl_hpc.common.files import (
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.common.waiting import TransientIOErrors
 from primerl_hpc.orchestrator.checkpoint.queue_file import read_queue, write_queue
-from primerl_hpc.orchestrator.types import ScoredGroup
+from primerl_hpc.orchestrator.rollout_data import ScoredGroup
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, SIDE_DONE, all_steps
 

@@ -23,8 +23,15 @@ from safetensors import SafetensorError, safe_open
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import fsync_dir
 from primerl_hpc.common.safety.decoding import decoding, is_count, is_number, parse_json
-from primerl_hpc.orchestrator.types import AgentTrace, Rollout, Sample, ScoredGroup, TaskRef, TrainSample
-from primerl_hpc.transport.rollouts.types import Picture, PlacedPicture
+from primerl_hpc.orchestrator.rollout_data import (
+    AgentTrace,
+    Rollout,
+    Sample,
+    ScoredGroup,
+    TaskRef,
+    TrainSample,
+)
+from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture
 from primerl_hpc.transport.tensor_file import write_parts
 
 # [N] per sample; all after the third may be None

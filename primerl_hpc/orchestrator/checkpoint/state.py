@@ -20,10 +20,10 @@ from primerl_hpc.common.safety.decoding import decoding, is_count
 from primerl_hpc.orchestrator.batches.batcher import BatchBuilder
 from primerl_hpc.orchestrator.checkpoint.follower import SIDE, load_queue, load_state
 from primerl_hpc.orchestrator.evaluation import Evaluator
+from primerl_hpc.orchestrator.rollout_data import ScoredGroup
 from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
-from primerl_hpc.orchestrator.types import ScoredGroup
 from primerl_hpc.run.rundir import RunDir
 
 logger = logging.getLogger(__name__)

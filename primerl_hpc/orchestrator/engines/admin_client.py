@@ -59,14 +59,9 @@ class AdminClient:
         """``recompute_kv``: engines drop their KV cache when they are paused for new weights."""
         self.run_dir, self.recompute_kv = run_dir, recompute_kv
         self.update_timeout_s, self.request_timeout_s = update_timeout_s, request_timeout_s
-        self._client = httpx.AsyncClient(
-            verify=keys.client_context(),
-            headers=keys.headers,
-            timeout=request_timeout_s,
-            # engines that receive a version together all wait for the last one
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
+        # engines that receive a version together all wait for the last one
+        limits = httpx.Limits(max_connections=None)
+        self._client = keys.async_client(timeout=request_timeout_s, limits=limits)
 
     async def pause(self, engine: Engine) -> None:
         """Pause generation; requests in flight are kept. Raises EngineError."""

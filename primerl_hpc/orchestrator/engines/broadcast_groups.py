@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.broadcast import publish_group, read_offer
-from primerl_hpc.transport.weights.types import BroadcastOffer, RankAssignment
+from primerl_hpc.transport.weights.sources import BroadcastOffer, RankAssignment
 
 
 class BroadcastGroups:

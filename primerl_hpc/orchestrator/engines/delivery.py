@@ -18,7 +18,7 @@ from pathlib import Path
 
 from primerl_hpc.orchestrator.engines.admin_client import AdminClient, Engine, EngineError, WeightsRefused
 from primerl_hpc.orchestrator.engines.broadcast_groups import BroadcastGroups
-from primerl_hpc.transport.weights.types import BroadcastOffer, DeltaChain, Source, to_body
+from primerl_hpc.transport.weights.sources import BroadcastOffer, DeltaChain, Source, to_body
 
 logger = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from primerl_hpc.common.errors import TimeoutWaitingError
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.waiting import TransientIOErrors
+from primerl_hpc.common.waiting import Polling, TransientIOErrors
 from primerl_hpc.orchestrator.engines.admin_client import AdminClient, Engine, WeightsRefused
 from primerl_hpc.orchestrator.engines.broadcast_groups import BroadcastGroups
 from primerl_hpc.orchestrator.engines.delivery import Delivery, Retries, is_repeatable, make_delivery
 from primerl_hpc.run.access.keys import RunKeys
 from primerl_hpc.run.endpoints import EndpointWatch, request_restart
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.weights.types import Source
+from primerl_hpc.transport.weights.sources import Source
 
 # Prometheus metric → our name, in which {label} is replaced by the value of that label. Values are summed over an
 # engine's data-parallel ranks, except shares, of which the largest counts.
@@ -133,17 +133,15 @@ class Fleet:
 
         Raises TimeoutWaitingError with the number of engines that were ready.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
+        versions: dict[str, int] = {}
+        async for _ in Polling(timeout_s, poll_s):
             versions = {name: v for name, v in (await self.versions()).items() if v is not None}
             if len(versions) >= num:
                 return versions
-            if time.monotonic() >= deadline:
-                raise TimeoutWaitingError(
-                    f"{len(versions)} of {num} engines were ready after {timeout_s:.0f} s",
-                    hint="see logs/latest/inference/*.log",
-                )
-            await asyncio.sleep(poll_s)
+        raise TimeoutWaitingError(
+            f"{len(versions)} of {num} engines were ready after {timeout_s:.0f} s",
+            hint="see logs/latest/inference/*.log",
+        )
 
     async def versions(self) -> dict[str, int | None]:
         """Return the policy version that each member serves; None for one that does not respond."""

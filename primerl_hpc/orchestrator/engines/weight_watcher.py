@@ -21,12 +21,12 @@ from typing import Any
 
 from primerl_hpc.common.errors import DataError, RoleError, TimeoutWaitingError
 from primerl_hpc.common.files import write_json
-from primerl_hpc.common.waiting import TransientIOErrors, paced, retry_io
+from primerl_hpc.common.waiting import Polling, TransientIOErrors, paced, retry_io
 from primerl_hpc.orchestrator.engines.delivery import is_repeatable
 from primerl_hpc.orchestrator.engines.fleet import Fleet, UpdateReport
 from primerl_hpc.run.leases import LEASE_REFRESH_S
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.weights.types import Source, WeightReader
+from primerl_hpc.transport.weights.sources import Source, WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -185,18 +185,15 @@ class WeightWatcher:
         logger.warning("policy v%d cannot be loaded by any engine: waiting for a full version", version)
         await retry_io(f"policy version {version}", lambda: self.reader.close(version, self.holder))
         self.reader.give_up(version, source)
-        deadline = time.monotonic() + self.engines_timeout_s
-        while (
-            newest := await retry_io("policy versions", self.reader.newest)
-        ) is None or newest <= self.version:
-            if time.monotonic() >= deadline:
-                raise TimeoutWaitingError(
-                    f"no engine can load policy version {version}, and no full version followed within "
-                    f"{self.engines_timeout_s:.0f} s",
-                    hint="see logs/latest/trainer.log",
-                )
-            await asyncio.sleep(POLL_S)
-        return newest
+        async for _ in Polling(self.engines_timeout_s, POLL_S):
+            newest = await retry_io("policy versions", self.reader.newest)
+            if newest is not None and newest > self.version:
+                return newest
+        raise TimeoutWaitingError(
+            f"no engine can load policy version {version}, and no full version followed within "
+            f"{self.engines_timeout_s:.0f} s",
+            hint="see logs/latest/trainer.log",
+        )
 
     async def _wait_until_served(self, source: Source, version: int, report: UpdateReport) -> bool:
         """Wait until an engine serves ``version``; one is enough, failed ones restart and join by `_reconcile`.
@@ -271,14 +268,13 @@ class WeightWatcher:
         The trainer starts concurrently. It writes v0 of adapters, and the version from which a run resumes if no full
         folder of it exists.
         """
-        deadline = time.monotonic() + self.engines_timeout_s
-        while not await self._has(version):
-            if time.monotonic() >= deadline:
-                raise TimeoutWaitingError(
-                    f"the trainer did not write policy version {version} within {self.engines_timeout_s:.0f} s",
-                    hint="see logs/latest/trainer.log",
-                )
-            await asyncio.sleep(POLL_S)
+        async for _ in Polling(self.engines_timeout_s, POLL_S):
+            if await self._has(version):
+                return
+        raise TimeoutWaitingError(
+            f"the trainer did not write policy version {version} within {self.engines_timeout_s:.0f} s",
+            hint="see logs/latest/trainer.log",
+        )
 
     async def _mark_live(self, source: Source, version: int) -> None:
         await retry_io("the live version", lambda: write_json(self.run.live_version, {"version": version}))

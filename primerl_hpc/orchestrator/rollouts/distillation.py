@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from primerl_hpc.orchestrator.rollout_data import Rollout
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.self_teacher import SelfTeacher, check_demonstrations
 from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient
-from primerl_hpc.orchestrator.types import Rollout
 from primerl_hpc.recipe.renderer import load_tokenizer, make_renderer
 from primerl_hpc.recipe.schema.algorithm import OPD, OPSD, Algorithm
 from primerl_hpc.recipe.schema.recipe import Recipe

@@ -20,10 +20,10 @@ import numpy as np
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.safety import images
+from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed
 from primerl_hpc.orchestrator.rollouts.trajectories import trained_branches
-from primerl_hpc.orchestrator.types import Rollout, RolloutFailed
 from primerl_hpc.recipe.schema.model import Model
-from primerl_hpc.transport.rollouts.types import Picture, PlacedPicture
+from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture
 
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode

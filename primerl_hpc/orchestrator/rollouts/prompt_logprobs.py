@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from primerl_hpc.orchestrator.rollout_data import RolloutFailed
 from primerl_hpc.orchestrator.rollouts.trajectories import ENGINE_STATUSES
-from primerl_hpc.orchestrator.types import RolloutFailed
 
 
 class PromptLogprobs:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.orchestrator.rollout_data import Outcome, Rollout, RolloutFailed, Split, Start
 from primerl_hpc.orchestrator.rollouts.agent_sampling import refuse_other_sampling
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.env_client import (
@@ -28,7 +29,6 @@ from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.images import ImageReader, refuse_images
 from primerl_hpc.orchestrator.rollouts.teacher import add_samples
 from primerl_hpc.orchestrator.rollouts.trajectories import rollout_of
-from primerl_hpc.orchestrator.types import Outcome, Rollout, RolloutFailed, Split, Start
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Sampling
 

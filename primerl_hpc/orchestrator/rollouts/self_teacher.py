@@ -19,9 +19,9 @@ import numpy as np
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.envs.tasks import EnvironmentTask
+from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed, Sample
 from primerl_hpc.orchestrator.rollouts.prompt_logprobs import PromptLogprobs
 from primerl_hpc.orchestrator.rollouts.trajectories import trained_branches
-from primerl_hpc.orchestrator.types import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.schema.algorithm import OPSD
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.access.keys import run_keys

@@ -26,8 +26,8 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.waiting import TransientIOErrors
+from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed, Sample
 from primerl_hpc.orchestrator.rollouts.prompt_logprobs import PromptLogprobs
-from primerl_hpc.orchestrator.types import Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.schema.evaluation import External
 from primerl_hpc.recipe.schema.model import Teacher
 from primerl_hpc.run.access.keys import run_keys

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from primerl_hpc.common.files import append_line, parse_row
-from primerl_hpc.orchestrator.types import Rollout
+from primerl_hpc.orchestrator.rollout_data import Rollout
 
 DECIMALS = 4
 

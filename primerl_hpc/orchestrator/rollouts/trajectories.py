@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.envs.serving.context_limits import is_overflow
-from primerl_hpc.orchestrator.types import AgentTrace, Rollout, RolloutFailed, Sample
+from primerl_hpc.orchestrator.rollout_data import AgentTrace, Rollout, RolloutFailed, Sample
 from primerl_hpc.recipe.control_tokens import has_control_text
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from primerl_hpc.orchestrator.rollout_data import Cancel, Group, Split, Start, TaskRef
 from primerl_hpc.orchestrator.scheduling.rate_limit import RateLimit
-from primerl_hpc.orchestrator.types import Cancel, Group, Split, Start, TaskRef
 from primerl_hpc.recipe.schema.rollout import default_async_level, start_lead
 
 MAX_FAULTS_PER_MEMBER = 50

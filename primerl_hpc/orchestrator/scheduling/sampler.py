@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from primerl_hpc.orchestrator.rollout_data import TaskRef
 from primerl_hpc.orchestrator.scheduling.curriculum import make_curriculum
-from primerl_hpc.orchestrator.types import TaskRef
 from primerl_hpc.recipe.schema import selection as selection_schema
 
 logger = logging.getLogger(__name__)

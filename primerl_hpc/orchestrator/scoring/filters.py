@@ -8,7 +8,7 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl_hpc.orchestrator.types import Rollout
+from primerl_hpc.orchestrator.rollout_data import Rollout
 from primerl_hpc.recipe.schema import selection as selection_schema
 
 Detector = Callable[[Rollout], bool]

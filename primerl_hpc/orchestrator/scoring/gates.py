@@ -12,7 +12,7 @@ import numpy as np
 
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.importing import import_object
-from primerl_hpc.orchestrator.types import ScoredGroup
+from primerl_hpc.orchestrator.rollout_data import ScoredGroup
 from primerl_hpc.recipe.schema import selection as selection_schema
 
 Gate = Callable[[ScoredGroup], bool]

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.orchestrator.algorithms import algorithms_of
+from primerl_hpc.orchestrator.rollout_data import Group, Rollout, ScoredGroup, TaskRef, TrainSample
 from primerl_hpc.orchestrator.scoring.filters import make_filter
 from primerl_hpc.orchestrator.scoring.gates import make_gate
-from primerl_hpc.orchestrator.types import Group, Rollout, ScoredGroup, TaskRef, TrainSample
 from primerl_hpc.recipe.schema.recipe import Recipe
 
 

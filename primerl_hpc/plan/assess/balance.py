@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from primerl_hpc.plan.predict.figure import Figure
+from primerl_hpc.plan.simulation.sides import EngineSide, PrefillSide, SimulatedRun, TrainerSide, Workload
 from primerl_hpc.plan.simulation.simulate import simulate
-from primerl_hpc.plan.simulation.types import EngineSide, PrefillSide, SimulatedRun, TrainerSide, Workload
 
 STEPS, WARM_UP = 32, 4
 MAX_REQUESTS = 40_000

@@ -24,7 +24,7 @@ from primerl_hpc.plan.predict.ledger import Correction
 from primerl_hpc.plan.predict.memory_engine import default_limits
 from primerl_hpc.plan.predict.shape import ModelShape
 from primerl_hpc.plan.simulation.lengths import Lengths
-from primerl_hpc.plan.simulation.types import Workload
+from primerl_hpc.plan.simulation.sides import Workload
 from primerl_hpc.recipe.schema.layout import FrozenLayout
 from primerl_hpc.recipe.schema.recipe import Recipe
 

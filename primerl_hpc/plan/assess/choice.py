@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from primerl_hpc.common.names import Kind, Role, counted
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.recipe.schema.recipe import Recipe
 
 MAX_AUTO_EXPERT_PARALLEL = 8

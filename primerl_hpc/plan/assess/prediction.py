@@ -31,7 +31,7 @@ from primerl_hpc.plan.assess.parts import DELIVER_S, DETECT_S, Parts
 from primerl_hpc.plan.assess.prefilling import prefill_memory, prefill_side, prompt_time, transfer_time
 from primerl_hpc.plan.predict.figure import Figure, exact, multiply
 from primerl_hpc.plan.predict.timing.host_cores import host_cores
-from primerl_hpc.plan.simulation.types import EngineSide, SimulatedRun, TrainerSide, closed_form_step_s
+from primerl_hpc.plan.simulation.sides import EngineSide, SimulatedRun, TrainerSide, closed_form_step_s
 
 GIB = 2**30
 ENGINES, TRAINER, BOTH, PREFILL = "engines", "trainer", "both", "prefill engines"

@@ -16,7 +16,7 @@ from primerl_hpc.plan.assess.parts import Parts
 from primerl_hpc.plan.pools import nodes_of
 from primerl_hpc.plan.predict.figure import Figure
 from primerl_hpc.plan.predict.timing.time_transfer import kv_transfer
-from primerl_hpc.plan.simulation.types import PrefillSide
+from primerl_hpc.plan.simulation.sides import PrefillSide
 from primerl_hpc.recipe.schema.layout import PrefillLayout
 
 MEMORY = "memory.prefill"

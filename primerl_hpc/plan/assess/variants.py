@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.plan.assess.case import Case
 from primerl_hpc.plan.assess.choice import LayoutChoice, trainer_experts
 from primerl_hpc.plan.assess.parts import Parts
@@ -28,13 +29,6 @@ OFFLOADS = (
 """activation, optimizer, cpu: from the fastest to the one with the least memory."""
 
 TENSOR_DEGREES = (2, 4, 8)
-# fmt: off
-DIVIDED_FAMILIES = (
-    "deepseek_v3", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "llama", "phi3", "qwen2", "qwen3",
-    "qwen3_moe",
-)
-# fmt: on
-"""Families whose division is tested (`trainer.parallel.tensor`). Others are divided only by an explicit degree."""
 FEW_ROWS = 2
 """Tensor parallelism is tried if a batch has fewer rows than this for each rank. With more, every rank has rows of
 its own, and collectives in every layer would only take time."""
@@ -80,7 +74,7 @@ def _tensor_degrees(case: Case, base: LayoutChoice) -> Iterator[int]:
     """Yield the recipe's degree; with ``auto`` 1 and those that divide the heads, within a node."""
     layout, shape = case.recipe.layout.trainer, case.shape
     yield layout.tensor_degree
-    if layout.tensor_parallel != "auto" or shape.family not in DIVIDED_FAMILIES or shape.vision:
+    if layout.tensor_parallel != "auto" or not family_of(shape.family).may_be_divided or shape.vision:
         return
     attentions = [layer.attention for layer, _ in shape.groups]
     for degree in TENSOR_DEGREES:

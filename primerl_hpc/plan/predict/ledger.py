@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from primerl_hpc.plan.plan import AppliedCorrection, PredictedFigure, PredictionRecord
 from primerl_hpc.plan.predict.figure import Figure, Tier
-from primerl_hpc.plan.types import AppliedCorrection, PredictedFigure, PredictionRecord
 from primerl_hpc.run.ledger.measures import MEASURE_OF
 from primerl_hpc.run.ledger.rows import LedgerRow
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.plan.predict.architectures.config_reader import ConfigReader
-from primerl_hpc.plan.predict.architectures.families import FAMILIES
+from primerl_hpc.plan.predict.architectures.families import ARCHITECTURES
 from primerl_hpc.plan.predict.architectures.parts import Layer, Matrix, WeightKind
 
 MAX_PARAMETERS = 10**14
@@ -179,9 +179,9 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     family_name = config.get("model_type")
     if not isinstance(family_name, str):
         raise outer.error("model_type is missing", "use the config.json of the model's repository")
-    family = FAMILIES.get(family_name)
+    family = ARCHITECTURES.get(family_name)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted(ARCHITECTURES))
         raise outer.error(f"the planner does not know the family {family_name}", f"known: {known}")
     reader = outer.section("text_config") if "text_config" in config else outer
     tied = outer.flag(

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeGuard
 
 from primerl_hpc.plan.simulation.lengths import Lengths
+from primerl_hpc.plan.simulation.sides import EngineSide, TrainerSide, Workload
 from primerl_hpc.plan.simulation.simulate import simulate
-from primerl_hpc.plan.simulation.types import EngineSide, TrainerSide, Workload
 
 Row = Mapping[str, Any]
 MIN_STEPS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from primerl_hpc.plan.simulation.types import PrefillSide
+from primerl_hpc.plan.simulation.sides import PrefillSide
 
 
 class SimulatedGroup:

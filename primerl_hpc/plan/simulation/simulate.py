@@ -29,7 +29,7 @@ from primerl_hpc.plan.simulation.requests import (
     SimulatedGroup,
     SimulatedRollout,
 )
-from primerl_hpc.plan.simulation.types import EngineSide, SimulatedRun, TrainerSide, Workload
+from primerl_hpc.plan.simulation.sides import EngineSide, SimulatedRun, TrainerSide, Workload
 from primerl_hpc.recipe.schema.rollout import start_lead
 
 RELATIVE_SLACK = 1.1

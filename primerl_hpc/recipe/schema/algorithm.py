@@ -1,6 +1,7 @@
 """Algorithms: how the rewards of a group become advantages or training targets for tokens.
 
-One block for each file of ``orchestrator/algorithms``. Rules about an algorithm are class variables of its block.
+One block for each entry of ``orchestrator.algorithms.ALGORITHMS``. Rules about an algorithm are class variables of
+its block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross checks: blocks of a recipe that need or exclude one another.
 
 `check_recipe` runs every check on a recipe whose blocks are valid by themselves; ``recipe/load.py`` calls it for every
-recipe that it builds, and `plan.types.load_plan` for every recipe of a plan. A check raises ValueError with a message
+recipe that it builds, and `plan.plan.load_plan` for every recipe of a plan. A check raises ValueError with a message
 that names the keys, the problem and the remedy; the caller adds the file.
 """
 

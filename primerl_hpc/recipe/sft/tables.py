@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.locks import no_locks_error
 from primerl_hpc.common.safety.decoding import parse_json
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.sft import SFTData
@@ -97,7 +98,9 @@ def _open_file(path: Path) -> Rows:
 
 def _open_hub(config: SFTData) -> Rows:
     import datasets
+    from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError
 
     missing = (DatasetNotFoundError, HfHubHTTPError, ConnectionError, ValueError)
@@ -109,6 +112,11 @@ def _open_hub(config: SFTData) -> Rows:
             f"dataset '{config.path}' exists neither here nor on the hub ({why})",
             hint="check its name, subset and split, or give a file or folder",
         ) from error
+    except OSError as error:
+        caches = {"HF_DATASETS_CACHE": Path(HF_DATASETS_CACHE), "HF_HUB_CACHE": Path(HF_HUB_CACHE)}
+        if (no_locks := no_locks_error(error, "datasets", caches)) is None:
+            raise
+        raise no_locks from error
     return TableRows(config.path, table)
 
 

@@ -88,6 +88,22 @@ class RunKeys:
         """TLS for clients: only certificates signed by this attempt's authority are accepted."""
         return _client_context(self.authority.read_text())
 
+    def client(self, **options: Any) -> httpx.Client:
+        """Return a client for the servers of the attempt; ``options``: others of httpx."""
+        import httpx
+
+        return httpx.Client(**self._of_client(), **options)
+
+    def async_client(self, **options: Any) -> httpx.AsyncClient:
+        """Same as `client` on an event loop."""
+        import httpx
+
+        return httpx.AsyncClient(**self._of_client(), **options)
+
+    def _of_client(self) -> dict[str, Any]:
+        # the site's proxy does not reach the run's own servers
+        return {"verify": self.client_context(), "headers": self.headers, "trust_env": False}
+
     def server_context(self, process: str, host: str) -> ssl.SSLContext:
         """TLS for a server that listens on ``host``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -17,7 +17,7 @@ from typing import Any
 
 from primerl_hpc.common import env
 from primerl_hpc.common.files import parse_row
-from primerl_hpc.common.node.filesystems import lock_file
+from primerl_hpc.common.locks import lock_file
 from primerl_hpc.run.ledger.rows import LedgerRow, parse_ledger_row
 
 MAX_ROWS = 20_000

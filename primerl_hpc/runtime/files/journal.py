@@ -71,8 +71,7 @@ async def retry_run_directory(call: Callable[[], T], *, limit_s: float = math.in
     """
 
     async def run(call: Callable[[], T]) -> T:
-        deadline = time.monotonic() + limit_s
-        work = asyncio.create_task(in_daemon_thread(call, may_wait=lambda: time.monotonic() < deadline))
+        work = asyncio.create_task(in_daemon_thread(call, limit_s=limit_s))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -274,9 +273,8 @@ class Journal:
                 self.reserve.release()
             self.lock.release()
 
-        deadline = time.monotonic() + RELEASE_S
         with contextlib.suppress(TimeoutWaitingError):
-            await in_daemon_thread(release, may_wait=lambda: time.monotonic() < deadline)
+            await in_daemon_thread(release, limit_s=RELEASE_S)
 
     def _append(self, write: _Write) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.waiting import IO_RETRY_LIMIT_S
-from primerl_hpc.plan.types import DEFAULT_ASK_EVERY_S
+from primerl_hpc.plan.plan import DEFAULT_ASK_EVERY_S
 from primerl_hpc.run.job_chain import JobChain
 from primerl_hpc.run.rundir import CANCEL
 from primerl_hpc.runtime.context import RunContext
@@ -35,8 +35,8 @@ from primerl_hpc.runtime.job.chain import (
     why_not_begin,
 )
 from primerl_hpc.runtime.job.requeue import decide_continuation, explain_refused_requeue, requeue
+from primerl_hpc.runtime.step import Continuation, PhaseEnd
 from primerl_hpc.runtime.step_history import next_start
-from primerl_hpc.runtime.types import Continuation, PhaseEnd
 
 
 class Handoff:

@@ -10,7 +10,6 @@ node gets no processes).
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -20,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.files import is_there, read_json, write_json
-from primerl_hpc.common.node.filesystems import IN_MEMORY, filesystem_of
+from primerl_hpc.common.findings import Finding
+from primerl_hpc.common.locks import IN_MEMORY, filesystem_of
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.run.access.ownership import writable_by_others
 from primerl_hpc.run.ports import address_of, listen_host, suffixed_address
@@ -53,30 +52,6 @@ of 14 and the job's id), and an engine's socket in it 37 (a UUID)."""
 MIN_LOCKED_GIB = 1
 """Below it, NCCL over RDMA cannot start; a higher limit may still be too low for many channels."""
 MIN_FILES, MIN_PROCESSES = 4096, 4096
-_PRINT_VERSIONS = """
-import importlib.metadata as m, json, sys
-found = {"python": "%d.%d.%d" % sys.version_info[:3]}
-for name in json.loads(sys.argv[1]):
-    try: found[name] = m.version(name)
-    except m.PackageNotFoundError: pass
-print(json.dumps(found))
-"""
-
-
-@dataclass(frozen=True)
-class NodeFinding:
-    check: str
-    level: str
-    """``ok`` | ``warn`` | ``bad``"""
-    message: str
-    hint: str = ""
-
-    def as_json(self) -> dict[str, str]:
-        return {"check": self.check, "level": self.level, "said": self.message, "hint": self.hint}
-
-    @classmethod
-    def from_json(cls, row: dict[str, str]) -> NodeFinding:
-        return cls(row["check"], row["level"], row["said"], row["hint"])
 
 
 def make_request(
@@ -96,7 +71,7 @@ def make_request(
     }
 
 
-def examine(request: dict[str, Any]) -> list[NodeFinding]:
+def examine(request: dict[str, Any]) -> list[Finding]:
     """Run all checks, in the order in which they are shown. A check that raises is a bad finding."""
     wants = request["wants"]
     num_gpus = request["gpus"].get(node_name(), wants["gpus"])
@@ -120,14 +95,14 @@ def examine(request: dict[str, Any]) -> list[NodeFinding]:
         "binding": lambda: check_binding(wants.get("binding") if has_gpus else None),
         "site": lambda: check_site(wants["health_checks"]),
     }
-    findings = [NodeFinding("run directory", "ok", "the request is visible here")]
+    findings = [Finding("run directory", "ok", "the request is visible here")]
     for name, check in checks.items():
         try:
-            findings += [NodeFinding(name, *result) for result in check()]
+            findings += [Finding(name, *result) for result in check()]
         except ConfigError as error:
-            findings.append(NodeFinding(name, "bad", error.cause, error.hint))
+            findings.append(Finding(name, "bad", error.cause, error.hint))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            findings.append(NodeFinding(name, "bad", f"{type(error).__name__}: {error}"))
+            findings.append(Finding(name, "bad", f"{type(error).__name__}: {error}"))
     return findings
 
 
@@ -268,10 +243,11 @@ def _amount(limit: int, unit: int = 1) -> str:
 
 
 def versions_of(python: str) -> dict[str, str]:
-    """Return package versions of one interpreter. Raises OSError or SubprocessError if it does not run here."""
-    command = [python, "-c", _PRINT_VERSIONS, json.dumps(PACKAGES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
-    return json.loads(done.stdout)
+    """Return package versions of one interpreter. Raises InterpreterError if it does not run here."""
+    from primerl_hpc.common.interpreters import ask  # the supervisor imports little
+
+    function = "primerl_hpc.common.answers:versions"
+    return ask(python, {}, function, PACKAGES, by_source=True, timeout_s=COMMAND_S)
 
 
 def check_versions(expected: dict[str, dict[str, str]]) -> Results:
@@ -279,8 +255,8 @@ def check_versions(expected: dict[str, dict[str, str]]) -> Results:
     for python, head in expected.items():
         try:
             here = versions_of(python)
-        except (OSError, subprocess.SubprocessError) as error:
-            yield "bad", f"{python} does not run here: {error}", "install it on a shared filesystem"
+        except PrimerlError as error:
+            yield "bad", error.cause, "install it on a shared filesystem"
             continue
         names = sorted(name for name in head.keys() | here.keys() if head.get(name) != here.get(name))
         if names:
@@ -317,13 +293,13 @@ def check_site(commands: list[str]) -> Results:
 # -- clocks: evaluated by the head -----------------------------------------------------------------
 
 
-def judge_clock(node_time: float, asked_at: float, seen_at: float) -> NodeFinding:
+def judge_clock(node_time: float, asked_at: float, seen_at: float) -> Finding:
     """Compare a node's clock with the head's before and after: the clocks differ if it is outside of that interval."""
     skew_s = max(asked_at - node_time, node_time - seen_at, 0.0)
     side = "behind" if node_time < asked_at else "ahead"
     message = f"{skew_s:.0f} s {side} of the head" if skew_s > WARN_SKEW_S else "as on the head"
     level = "bad" if skew_s > MAX_SKEW_S else "warn" if skew_s > WARN_SKEW_S else "ok"
-    return NodeFinding("clock", level, message, "run chrony or ntp on every node")
+    return Finding("clock", level, message, "run chrony or ntp on every node")
 
 
 def node_name() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.files import write_text
-from primerl_hpc.plan.types import BundlePlan, SumsPlan
+from primerl_hpc.plan.plan import BundlePlan, SumsPlan
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.context import RunContext
 from primerl_hpc.runtime.failures import FailureOrigin, supervisor_failure

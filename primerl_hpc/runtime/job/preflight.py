@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json
-from primerl_hpc.plan.types import PreflightPlan, SumsPlan
+from primerl_hpc.common.findings import Finding
+from primerl_hpc.common.waiting import Polling
+from primerl_hpc.plan.plan import PreflightPlan, SumsPlan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
-from primerl_hpc.runtime.job.node_checks import NodeFinding, judge_clock, make_request
+from primerl_hpc.runtime.job.node_checks import judge_clock, make_request
 from primerl_hpc.runtime.job.sums import judge_sums, make_sums_request, result_file
 from primerl_hpc.runtime.steps.srun import environ_of_job, srun_options
 from primerl_hpc.slurm.refusals import hint_about_option, srun_reason
@@ -40,11 +42,11 @@ class PreflightRun:
         self.run, self.wants, self.allocation, self.log = run, wants, allocation, log
         self.nonce = secrets.token_hex(8)
         self.asked_at = 0.0
-        self.findings: dict[str, list[NodeFinding]] = {}
+        self.findings: dict[str, list[Finding]] = {}
         self.reasons: dict[str, str] = {}
         """Host → why its step failed, according to srun."""
 
-    async def check(self) -> dict[str, list[NodeFinding]]:
+    async def check(self) -> dict[str, list[Finding]]:
         """Run the checks; return the findings of every host of the allocation."""
         hosts = [*self.allocation.hosts, *self.allocation.spares]
         for host in hosts:
@@ -70,13 +72,13 @@ class PreflightRun:
         by_component = self.wants.component_gpus
         return by_component[index] if index is not None and by_component else self.wants.gpus
 
-    def _no_result(self, host: str) -> NodeFinding:
+    def _no_result(self, host: str) -> Finding:
         if reason := self.reasons.get(host):
             hint = hint_about_option(f"srun: {reason}") or f"see {self.log}; ask the site"
-            return NodeFinding("run directory", "bad", f"the step of the checks failed: {reason}", hint)
+            return Finding("run directory", "bad", f"the step of the checks failed: {reason}", hint)
         message = f"no result in the run directory after {self.wants.timeout_s} s"
         hint = f"check that the run directory is shared and writable there; see {self.log}"
-        return NodeFinding("run directory", "bad", message, hint)
+        return Finding("run directory", "bad", message, hint)
 
     async def _check_hosts(self, hosts: list[str]) -> None:
         """Run one step on ``hosts``; collect results until it ends or its time is over."""
@@ -93,12 +95,10 @@ class PreflightRun:
             child = await asyncio.create_subprocess_exec(
                 *command, env=environ_of_job(os.environ), stdout=log, stderr=log, start_new_session=True
             )
-        deadline = time.monotonic() + self.wants.timeout_s
-        while time.monotonic() < deadline:
+        async for _ in Polling(self.wants.timeout_s, POLL_S):
             self._collect(hosts)
             if child.returncode is not None or self._is_complete(hosts):
                 break
-            await asyncio.sleep(POLL_S)
         has_failed = bool(child.returncode)
         await end_step(child, END_S if self._is_complete(hosts) else 0.1)
         self._collect(hosts)
@@ -116,7 +116,7 @@ class PreflightRun:
             result: dict[str, Any] = read_json_or_none(path) or {}
             if result.get("nonce") == self.nonce:
                 clock = judge_clock(result["time"], self.asked_at, time.time())
-                findings = [NodeFinding.from_json(finding) for finding in result["findings"]]
+                findings = [Finding.from_json(finding) for finding in result["findings"]]
                 self.findings[host] = [*findings, clock]
 
     def _is_complete(self, hosts: list[str]) -> bool:
@@ -194,7 +194,7 @@ async def check_sums(run: RunDir, wants: SumsPlan, allocation: Allocation, log: 
     return judge_sums(await step.run(request, allocation.hosts_of(wants.nodes), wants, allocation, log))
 
 
-def findings_of_level(findings: dict[str, list[NodeFinding]], level: str) -> dict[str, list[NodeFinding]]:
+def findings_of_level(findings: dict[str, list[Finding]], level: str) -> dict[str, list[Finding]]:
     """Return the findings of one level by host; hosts without any are left out."""
     chosen = {host: [item for item in items if item.level == level] for host, items in findings.items()}
     return {host: items for host, items in chosen.items() if items}

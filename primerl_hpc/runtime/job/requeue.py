@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from primerl_hpc.run.rundir import BUDGET, CANCEL
-from primerl_hpc.runtime.types import Continuation
+from primerl_hpc.runtime.step import Continuation
 from primerl_hpc.slurm.command_lines import (
     queue_command,
     requeue_command,

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from primerl_hpc.common import env
 from primerl_hpc.common.files import create_exclusive, read_json, read_json_or_none, write_bytes, write_json
 from primerl_hpc.common.node.exiting import exit_process
+from primerl_hpc.common.waiting import Polling
 
 PERIOD = 251
 NUM_ELEMENTS = {"gpu": (1 << 8, 1 << 14, 1 << 18, 1 << 22, 1 << 24), "cpu": (1 << 8, 1 << 16)}
@@ -184,12 +185,11 @@ def folder_store(folder: Path, timeout_s: float) -> Any:
             return all(self._file(key).exists() for key in keys)
 
         def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=timeout_s)) -> None:
-            deadline = time.monotonic() + timeout.total_seconds()
-            while not self.check(keys):
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"no {keys} within {timeout.total_seconds():.0f} s")
+            for _ in Polling(timeout.total_seconds(), POLL_S):
+                if self.check(keys):
+                    return
                 os.listdir(folder)  # refreshes the cache of a network filesystem
-                time.sleep(POLL_S)
+            raise RuntimeError(f"no {keys} within {timeout.total_seconds():.0f} s")
 
         def add(self, key: str, amount: int) -> int:
             number = 1

@@ -21,7 +21,7 @@ from typing import Any
 from primerl_hpc.common.files import read_last_jsonl
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.waiting import in_daemon_thread
-from primerl_hpc.plan.types import PhasePlan
+from primerl_hpc.plan.plan import PhasePlan
 from primerl_hpc.run.ledger.attempts import used_s
 from primerl_hpc.run.rundir import BUDGET, GOAL
 from primerl_hpc.run.scores import MetricSeries

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.log import setup_logging
-from primerl_hpc.plan.types import BUNDLE_MANIFEST, BundlePlan, Plan
+from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BundlePlan, Plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.steps.srun import environ_of_job, srun_options

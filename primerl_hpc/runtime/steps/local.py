@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Set
 
 from primerl_hpc.common.errors import SchedulerError
+from primerl_hpc.runtime.step import ExitStatus, Launch
 from primerl_hpc.runtime.steps.guard import GIVE_UP_S, TRACKERS_S, children_of, descendants_of, kill_all
-from primerl_hpc.runtime.types import ExitStatus, Launch
 
 
 class LocalStep:

@@ -2,7 +2,7 @@
 
 Compilers and libraries keep caches under well-known names in /tmp (``/tmp/torchinductor_<user>``, ``/tmp/miopen``), and
 some unpickle what they find: another user who creates such a folder first runs code in the job. The name of our folder
-is derived from the attempt's API key (`runtime/types.py`) and the job's id, so it cannot be guessed before it exists;
+is derived from the attempt's API key (`runtime/step.py`) and the job's id, so it cannot be guessed before it exists;
 its mode is 0700, and a folder of another user with this name is not used. It is in the profile's ``scratch`` folder, or
 in the node's temporary folder without one. It is the TMPDIR of every process, holds the compile caches and copies of
 base models, and is deleted when the last guard of the run on the node exits. If all of them are killed, the next run of
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from primerl_hpc.common.node.filesystems import LOCAL, filesystem_of, lock_file
+from primerl_hpc.common.locks import LOCAL, filesystem_of, lock_file
 
 NAME_VARIABLE = "PRIMERL_PRIVATE_TMP"
 SCRATCH_VARIABLE = "PRIMERL_SCRATCH"
@@ -111,8 +111,8 @@ class PrivateTmp:
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _delete(self.folder, self._fd)
+            if lock_file(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                _delete(self.folder, self._fd)
 
 
 def _lock(folder: int) -> int | None:
@@ -153,8 +153,7 @@ def _delete_if_abandoned(folder: Path) -> bool:
         if not _is_private(os.fstat(fd)):
             return False
         with _opened(LOCK, os.O_RDWR, dir_fd=fd) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_same(lock, LOCK, dir_fd=fd):
+            if not lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(lock, LOCK, dir_fd=fd):
                 return False
             _delete(folder, fd)
             return True
@@ -196,11 +195,14 @@ def _is_same(fd: int, path: Path | str, dir_fd: int | None = None) -> bool:
 def base_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of the node in which the run's folder is created: the profile's scratch, or TMPDIR.
 
-    Raises OSError if the scratch folder contains a variable that is not set on this node.
+    TMPDIR is that of the submitting shell if the site sets none. If it is not writable on this node, as that of a job
+    that has ended, the system's temporary folder is used. Raises OSError if the scratch folder contains a variable that
+    is not set on this node.
     """
-    if not (scratch := environ.get(SCRATCH_VARIABLE)):
-        return Path(environ.get("TMPDIR") or tempfile.gettempdir())
-    return expand(scratch, environ)
+    if scratch := environ.get(SCRATCH_VARIABLE):
+        return expand(scratch, environ)
+    folder = environ.get("TMPDIR")
+    return Path(folder if folder and os.access(folder, os.W_OK | os.X_OK) else tempfile.gettempdir())
 
 
 def expand(folder: str, environ: Mapping[str, str]) -> Path:

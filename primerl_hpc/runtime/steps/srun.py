@@ -31,7 +31,7 @@ from primerl_hpc.common.files import is_there, open_log, read_json_or_none
 from primerl_hpc.common.waiting import in_daemon_thread
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.files.journal import retry_run_directory
-from primerl_hpc.runtime.types import ExitStatus, Launch
+from primerl_hpc.runtime.step import ExitStatus, Launch
 from primerl_hpc.slurm.command_lines import task_name
 from primerl_hpc.slurm.commands import retry_slurm
 

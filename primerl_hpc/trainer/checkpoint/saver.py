@@ -44,7 +44,7 @@ from primerl_hpc.trainer.checkpoint.checkpoint import (
     checkpoint_state,
     checkpoint_tensors,
 )
-from primerl_hpc.trainer.host.slabs import HostSlabs
+from primerl_hpc.trainer.host_slabs import HostSlabs
 from primerl_hpc.trainer.parallel.mesh import to_local
 from primerl_hpc.trainer.setup import broadcast_from_rank0
 from primerl_hpc.trainer.train_step import Trainer

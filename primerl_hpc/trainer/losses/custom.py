@@ -12,7 +12,7 @@ from torch import Tensor
 from primerl_hpc.common.errors import ExitCode, RoleError
 from primerl_hpc.common.importing import import_object
 from primerl_hpc.recipe.schema.training import CustomLoss, Loss
-from primerl_hpc.trainer.losses.base import LossInputs, TokenLoss
+from primerl_hpc.trainer.losses.inputs import LossInputs, TokenLoss
 
 
 class CustomLossError(RoleError):
@@ -53,6 +53,3 @@ def check_metrics(config: Loss, found: Iterable[str], named: Collection[str]) ->
 def _fault(config: Loss, problem: str, hint: str = "") -> CustomLossError:
     name = getattr(config, "import_path", config.type)
     return CustomLossError(f"{name} {problem}", location="loss.import_path", hint=hint)
-
-
-LOSS = custom

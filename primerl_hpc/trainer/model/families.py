@@ -1,7 +1,7 @@
-"""Everything that depends on the model family: refusals, tensor names, routers, float32 parameters.
+"""Code of the trainer for model families: refusals, tensor names, routers, float32 parameters.
 
-Models run by transformers' own code; this module holds what the trainer needs to know in addition.
-To support a new family, start here:
+Models run by transformers' own code; this module holds what the trainer needs in addition. The facts of a family are in
+the table of `common/model_families.py`. Code of a new family:
 
 - `decoder_blocks`, `check_head`, `check_layers`, `check_rope`: models that would be trained wrongly are refused;
 - `logit_form`, `head_bias`, `prepare_attention`: what a family adds to its head's matrix and to attention;
@@ -32,13 +32,13 @@ from transformers.core_model_loading import (
 )
 
 from primerl_hpc.common.errors import ConfigError
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.common.names import Kind
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.model.recurrent.by_sample import run_by_sample
 from primerl_hpc.trainer.parallel.attention import CHUNK, PACKING, TEMPERATURE
 from primerl_hpc.trainer.parallel.fused_experts import FusedExperts
 from primerl_hpc.trainer.parallel.mesh import World
-from primerl_hpc.transport.base_models.families import STATEFUL
 
 # -- refusals --------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ def logit_form(config: PreTrainedConfig) -> tuple[float, float | None]:
 
 def check_state(config: PreTrainedConfig, world: World, name: str) -> None:
     """Raise ConfigError if ranks would share matrices of layers with state. ``config``: that of the text."""
-    if config.model_type in STATEFUL and world.tensor_size > 1:
+    if family_of(config.model_type).has_state and world.tensor_size > 1:
         raise ConfigError(
             f"layout.trainer.tensor_parallel is {world.tensor_size}, but model {name} has layers that carry state "
             "along a row",
@@ -115,7 +115,7 @@ def check_layers(blocks: Sequence[nn.Module], config: PreTrainedConfig, name: st
 
     Families that do not name such layers in ``layer_types`` (RecurrentGemma, remote code) have convolutions.
     """
-    if config.model_type in STATEFUL:
+    if family_of(config.model_type).has_state:
         return
     unsupported = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if not unsupported and any(
@@ -132,9 +132,6 @@ def check_layers(blocks: Sequence[nn.Module], config: PreTrainedConfig, name: st
 
 # -- attention -------------------------------------------------------------------------------------
 
-WITHOUT_KEYWORDS = ("nemotron", "stablelm")
-"""Families whose blocks do not pass keyword arguments to their attention: blocks set the packing as an attribute."""
-
 
 def has_capped_scores(config: PreTrainedConfig) -> bool:
     """True if attention scores are capped (Gemma 2), which no kernel of torch computes."""
@@ -143,7 +140,7 @@ def has_capped_scores(config: PreTrainedConfig) -> bool:
 
 def prepare_attention(blocks: Sequence[nn.Module], config: PreTrainedConfig) -> None:
     """Set the attributes of attention modules that `parallel.attention` reads. ``config``: the text configuration."""
-    if config.model_type in STATEFUL:
+    if family_of(config.model_type).has_state:
         run_by_sample(blocks)
     kinds = getattr(config, "layer_types", None) or ()
     for block, kind in zip(blocks, kinds, strict=False):
@@ -153,7 +150,7 @@ def prepare_attention(blocks: Sequence[nn.Module], config: PreTrainedConfig) -> 
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             attention.attn_temperature_tuning = False  # its own code counts positions along the row
             setattr(attention, TEMPERATURE, (config.floor_scale, config.attn_scale))
-    if config.model_type in WITHOUT_KEYWORDS:
+    if not family_of(config.model_type).passes_keywords:
         for block in blocks:
             block.register_forward_pre_hook(set_packing, with_kwargs=True)
 
@@ -350,21 +347,6 @@ def head_rows(attention: nn.Module, name: str, num_rows: int) -> tuple[int, tupl
 
 # -- tensor parallelism ----------------------------------------------------------------------------
 
-_ATTENTION = {f"self_attn.{name}_proj": "columns" for name in "qkv"} | {"self_attn.o_proj": "rows"}
-_MLP = {"mlp.gate_proj": "columns", "mlp.up_proj": "columns", "mlp.down_proj": "rows"}
-TENSOR_PLANS: dict[str, dict[str, str]] = {
-    "deepseek_v3": {
-        "self_attn.q_proj": "columns",
-        "self_attn.q_b_proj": "columns",
-        "self_attn.kv_b_proj": "columns",
-        "self_attn.o_proj": "rows",
-    },
-    "gpt_oss": _ATTENTION,
-    "granitemoe": _ATTENTION,
-    "hunyuan_v1_dense": _ATTENTION | _MLP,
-    "nemotron": _ATTENTION | _MLP,
-}
-"""Linear layers that transformers' own plans lack, by model type."""
 TENSOR_STYLES = {
     "colwise": "columns",
     "rowwise": "rows",
@@ -386,7 +368,7 @@ def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
         path = pattern.removeprefix("layers.*.")
         if style in TENSOR_STYLES and ".experts." not in path and path != pattern:
             plan[path] = TENSOR_STYLES[style]
-    plan |= TENSOR_PLANS.get(config.model_type, {})
+    plan |= family_of(config.model_type).tensor_plan
     undivided = {
         path.rpartition(".")[0]
         for path, style in plan.items()

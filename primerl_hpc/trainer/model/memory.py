@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.recipe.schema.training import TrainerConfig
-from primerl_hpc.trainer.host.slabs import HostSlabs
+from primerl_hpc.trainer.host_slabs import HostSlabs
 from primerl_hpc.trainer.model.families import DecoderBlock
 
 

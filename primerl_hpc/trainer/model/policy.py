@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from primerl_hpc.common.errors import ConfigError, DataError
+from primerl_hpc.common.model_families import ALIASES, check_family, family_of
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.batch import ForwardInputs
@@ -47,6 +48,7 @@ from primerl_hpc.trainer.model.families import (
     prepare_attention,
     tensor_plan,
 )
+from primerl_hpc.trainer.model.float32_modules import compute_in_float32, float32_modules
 from primerl_hpc.trainer.model.head import (
     ChunkedLogprob,
     FusedHead,
@@ -57,7 +59,6 @@ from primerl_hpc.trainer.model.head import (
 from primerl_hpc.trainer.model.load import has_weights, init_random_weights, load_weights
 from primerl_hpc.trainer.model.lora import attach_adapters, cast_frozen_params, init_adapters, is_adapter
 from primerl_hpc.trainer.model.memory import apply_activation_checkpointing, init_buffers, materialize
-from primerl_hpc.trainer.model.precision.float32_modules import compute_in_float32, float32_modules
 from primerl_hpc.trainer.model.replay import Replay
 from primerl_hpc.trainer.model.rope import fix_rope
 from primerl_hpc.trainer.model.routing import Routing
@@ -94,14 +95,10 @@ from primerl_hpc.trainer.parallel.mesh import (
 )
 from primerl_hpc.trainer.parallel.tensor.divide import DivisionPlan, divide_model
 from primerl_hpc.trainer.parallel.tensor.tokens import TensorGroup, gather_tokens
-from primerl_hpc.transport.base_models.families import ALIASES, check_family
 from primerl_hpc.transport.base_models.quantized import without_quantization
 from primerl_hpc.transport.base_models.snapshots import download_snapshot
 
 log = logging.getLogger("primerl_hpc.trainer")
-
-COMPILED = frozenset({"qwen3", "llama"})
-"""Types of models whose compiled blocks have no graph break and equal gradients in tests without a GPU."""
 
 
 class Policy(nn.Module):
@@ -378,7 +375,7 @@ def choose_attention(recipe: Recipe, config: PreTrainedConfig, device: torch.dev
 def compiles_blocks(recipe: Recipe, config: PreTrainedConfig, attention: str) -> bool:
     """True if blocks are compiled.
 
-    ``auto``: families in `COMPILED` with torch's flash attention, if no ranks share rows or matrices (it is one
+    ``auto``: families with `is_compiled`, with torch's flash attention, if no ranks share rows or matrices (it is one
     operator then), and without adapters, dropout, FP8 and float32 modules, which change the modules of blocks.
     """
     if recipe.trainer.compile != "auto":
@@ -386,7 +383,7 @@ def compiles_blocks(recipe: Recipe, config: PreTrainedConfig, attention: str) ->
     layout = recipe.layout.trainer
     is_alone = layout.context_parallel == layout.tensor_parallel == 1
     return (
-        config.model_type in COMPILED
+        family_of(config.model_type).is_compiled
         and attention == VARLEN
         and is_alone
         and recipe.lora is None

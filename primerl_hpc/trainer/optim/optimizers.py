@@ -16,7 +16,7 @@ from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.training import AdamW as AdamWConfig
 from primerl_hpc.recipe.schema.training import Muon as MuonConfig
 from primerl_hpc.recipe.schema.training import SignSGD as SignSGDConfig
-from primerl_hpc.trainer.host.slabs import HostSlabs
+from primerl_hpc.trainer.host_slabs import HostSlabs
 from primerl_hpc.trainer.model.families import head_weight
 from primerl_hpc.trainer.model.projections import find_projections
 from primerl_hpc.trainer.optim.muon import MuonOptimizer

@@ -20,7 +20,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.recipe.schema.sft import SFT
 from primerl_hpc.trainer.sft.mixture import ORDER_VERSION, Mixture, Order, shares
 from primerl_hpc.trainer.sft.tokens import Samples, SFTSample
-from primerl_hpc.transport.rollouts.types import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 NOTHING_TRAINED = "no row has a token to train on"
 WINDOW_SAMPLES = 1024  # samples that the ranks prepare together in advance

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from typing import Any
 
 import torch
 
 from primerl_hpc.common.errors import RoleError
 from primerl_hpc.common.files import is_there
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.model.families import file_tensors
@@ -28,7 +28,7 @@ from primerl_hpc.trainer.weights.filesystem import DTYPES, export_types, gather_
 from primerl_hpc.transport.store import SecureStore, serve_store
 from primerl_hpc.transport.weights.broadcast import publish_offer, read_group
 from primerl_hpc.transport.weights.broadcast_group import BroadcastGroup
-from primerl_hpc.transport.weights.types import BroadcastOffer
+from primerl_hpc.transport.weights.sources import BroadcastOffer
 
 ANSWER_S = 60.0  # an orchestrator that waits for an engine to start responds later and uses the folder
 POLL_S = 0.02
@@ -103,13 +103,13 @@ class BroadcastPublisher:
         return None
 
     def _wait_for_answer(self, announcement: BroadcastOffer) -> dict[str, Any] | None:
-        deadline = time.monotonic() + ANSWER_S
-        while (answer := read_group(self.run, announcement)) is None:
-            if time.monotonic() >= deadline or is_there(self.run.stop_request):
-                publish_offer(self.run, announcement, is_open=False)
-                return read_group(self.run, announcement)  # the answer may have arrived in between
-            time.sleep(POLL_S)
-        return answer
+        for _ in Polling(ANSWER_S, POLL_S):
+            if (answer := read_group(self.run, announcement)) is not None:
+                return answer
+            if is_there(self.run.stop_request):
+                break
+        publish_offer(self.run, announcement, is_open=False)
+        return read_group(self.run, announcement)  # the answer may have arrived in between
 
     def _send_bucket(self, bucket: dict[str, Any] | None) -> None:
         """Send a bucket; None marks the end. A broken group is left; gathering continues for the other ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.train_step import Trainer

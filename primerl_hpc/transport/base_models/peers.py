@@ -18,8 +18,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
 
-import httpx
-
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.run.access.admission import KEY_TICKS, SPARE, TLS_TICKS
 from primerl_hpc.run.access.keys import RunKeys, is_bearer
@@ -125,9 +123,7 @@ def serve_chunks(
 class PeerClient:
     def __init__(self, keys: RunKeys, digest: str) -> None:
         self.digest = digest
-        self._client = httpx.Client(
-            verify=keys.client_context(), headers=keys.headers, trust_env=False, timeout=TIMEOUT_S
-        )
+        self._client = keys.client(timeout=TIMEOUT_S)
 
     def fetch(self, url: str, index: int) -> bytes | None:
         """Return a chunk, None if the peer does not have it yet.

@@ -26,7 +26,7 @@ import httpx
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.files import read_json_or_none, write_json
-from primerl_hpc.common.node.filesystems import lock_file
+from primerl_hpc.common.locks import lock_file
 from primerl_hpc.run.access.keys import RunKeys, run_keys
 from primerl_hpc.run.ports import listen_host
 from primerl_hpc.run.rundir import RunDir
@@ -139,6 +139,8 @@ def fill(copy: LocalCopy, source: Path, meeting: Meeting) -> int:
     """Fill the copy from the shared filesystem and from peers; return the bytes that this node read from the former."""
     own_index = meeting.nodes.index(meeting.node) if meeting.node in meeting.nodes else None
     count = Counter()
+    # each node reads 1/N of the chunks from the shared filesystem, and the rest from the peers that read them. A node
+    # outside of the meeting (an elastic engine's) has no share of its own, and fetches all
     if own_index is None or len(meeting.nodes) == 1:
         shares = {} if own_index is not None else dict(enumerate(meeting.nodes))
         own = copy.table.share(0, 1) if own_index is not None else []
@@ -151,12 +153,12 @@ def fill(copy: LocalCopy, source: Path, meeting: Meeting) -> int:
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             work = [pool.submit(_read_share, copy, source, own, count)]
-            for index in rotate(list(shares), own_index or 0):
+            for index in rotate(list(shares), own_index or 0):  # not all begin with the same peer
                 share = copy.table.share(index, len(meeting.nodes))
                 work.append(pool.submit(_fetch_share, copy, shares[index], share, meeting, client))
             for item in work:
                 item.result()
-        _read_share(copy, source, copy.missing(), count)
+        _read_share(copy, source, copy.missing(), count)  # what peers that did not answer should have sent
     finally:
         client.close()
     return count.num_bytes

@@ -29,7 +29,7 @@ from primerl_hpc.common.files import fsync_dir, is_there, write_text
 from primerl_hpc.common.safety.decoding import decoding, is_count, parse_json
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from primerl_hpc.transport.rollouts.types import (
+from primerl_hpc.transport.rollouts.micro_batch import (
     MAPPED_STREAMS,
     OPTIONAL_STREAMS,
     SAMPLE_STREAMS,

@@ -1,4 +1,4 @@
 """Policy versions sent from the trainer to the engines.
 
-Reading order: types → filesystem → best → delta_codec → delta → broadcast_group → broadcast.
+Reading order: sources → filesystem → best → delta_codec → delta → broadcast_group → broadcast.
 """

@@ -17,7 +17,7 @@ from typing import Any
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader
-from primerl_hpc.transport.weights.types import BroadcastOffer, Source
+from primerl_hpc.transport.weights.sources import BroadcastOffer, Source
 
 
 def publish_offer(run: RunDir, offer: BroadcastOffer, *, is_open: bool) -> None:

@@ -36,7 +36,7 @@ from primerl_hpc.transport.weights.filesystem import (
     FolderWriter,
     prune_weights,
 )
-from primerl_hpc.transport.weights.types import DeltaChain, Source
+from primerl_hpc.transport.weights.sources import DeltaChain, Source
 
 LINK_VERSION = 1
 SUFFIX = ".delta"

@@ -37,11 +37,12 @@ from primerl_hpc.common.files import (
 )
 from primerl_hpc.common.model_files import INDEX
 from primerl_hpc.common.safety.decoding import decoding, file_entries
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.run.leases import lease_path, renew_lease
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE, all_steps
 from primerl_hpc.transport.base_models.quantized import without_quantization
-from primerl_hpc.transport.weights.types import Source
+from primerl_hpc.transport.weights.sources import Source
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -308,7 +309,4 @@ def files_fault(folder: Path, entries: list[dict[str, Any]], list_name: str) -> 
 
 def wait_while(fault: Callable[[], str], lag_s: float) -> str:
     """Call ``fault`` until it returns an empty string, for up to ``lag_s`` seconds. Returns its last result."""
-    deadline = time.monotonic() + lag_s
-    while (found := fault()) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    return found
+    return Polling(lag_s, POLL_S).last(fault, lambda found: not found)

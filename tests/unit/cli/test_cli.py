@@ -19,7 +19,7 @@ from primerl_hpc.cli.main import COMMANDS, cli
 from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
 from tests.support.forked_commands import run_command
-from tests.support.helpers import ROOT, unusable_model
+from tests.support.helpers import ROOT, captured, unusable_model
 from tests.support.hub import cache_model
 
 RECIPE = """\
@@ -47,7 +47,7 @@ def primerl(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedPro
 
 def start_command(*words: str, cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "primerl_hpc", *words]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    return captured(command, cwd=cwd, env=environ)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -198,9 +198,7 @@ environments: {train: [{id: calculator}]}
 """
 
 
-def test_tools_with_a_renderer_without_tools_are_refused_before_a_run_directory_exists(
-    folder: Path,
-) -> None:
+def test_tools_with_a_renderer_without_tools_are_refused_before_a_run_directory_exists(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(TOOLS)
     before = tree(folder)
     for more in ((), ("--dry-run",)):
@@ -294,9 +292,7 @@ def test_resume_may_change_sbatch_options_but_not_the_plan(folder: Path, tmp_pat
     assert json.loads((folder / "run" / "plan.json").read_text())["signal_margin_s"] == 900
 
 
-def test_resume_warns_that_edits_of_the_frozen_recipe_are_ignored(
-    folder: Path,
-) -> None:
+def test_resume_warns_that_edits_of_the_frozen_recipe_are_ignored(folder: Path) -> None:
     primerl("submit", "recipe.yaml", "-p", "h100x64", "--dry-run", "--run-dir", "run", cwd=folder)
     root = folder / "run"
     recipe, plan = (root / "recipe.yaml").read_text(), (root / "plan.json").read_bytes()
@@ -556,7 +552,7 @@ def error_as_nobody(*words: str) -> tuple[str, int]:
     for name in (
         "launch.cancel",
         "launch.submit",
-        "observe.follow.follow",
+        "observe.follow",
         "observe.report.report",
         *(f"cli.{words[0]}",),
     ):
@@ -675,9 +671,7 @@ def test_the_documented_completion_prints_a_script_and_completes(tmp_path: Path,
 
     def output(*words: str, **variables: str) -> str:
         environ = {**os.environ, **variables}
-        return subprocess.run(
-            [program, *words], env=environ, capture_output=True, text=True, check=True
-        ).stdout
+        return captured([program, *words], env=environ, check=True).stdout
 
     assert "primerl_hpc_completion" in output("completion", shell)
     where = "dia" if shell == "fish" else "1"  # fish passes the word itself

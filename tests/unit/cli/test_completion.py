@@ -17,7 +17,7 @@ from primerl_hpc.cli.main import cli
 from primerl_hpc.common.names import Role
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import ROOT, TOY_RECIPE, make_plan, process_plan
+from tests.support.helpers import ROOT, TOY_RECIPE, captured, make_plan, process_plan
 
 
 @pytest.fixture
@@ -77,13 +77,7 @@ def test_a_real_bash_completes_with_the_printed_script(run: RunDir, tmp_path: Pa
     script = CliRunner().invoke(cli, ["completion", "bash"]).output
     typed = f"{script}\nCOMP_WORDS=(primerl-hpc logs math-001 tr)\nCOMP_CWORD=3\n_primerl_hpc_completion primerl-hpc\n"
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", typed + 'echo "${COMPREPLY[@]}"'],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = captured(["bash", "-c", typed + 'echo "${COMPREPLY[@]}"'], env=environ, check=True)
     assert done.stdout.split() == ["trainer", "trainer-0"], done.stderr
 
 

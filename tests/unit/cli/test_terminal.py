@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import ROOT, unusable_sft_recipe
+from tests.support.helpers import ROOT, captured, unusable_sft_recipe
 from tests.support.terminal import Terminal
 
 
@@ -39,13 +38,10 @@ def test_a_full_disk_is_reported_with_the_file_that_could_not_be_written(tmp_pat
     disk.mkdir()
     submit = (sys.executable, "-m", "primerl_hpc", "submit", unusable_sft_recipe(tmp_path), "-p", "local")
     mount = f'mount -t tmpfs -o size=1m tmpfs {disk} && exec "$@"'
-    done = subprocess.run(
+    done = captured(
         ["unshare", "--mount", "sh", "-c", mount, "sh", *submit, "--dry-run", "--run-dir", str(disk / "run")],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 1, done.stderr
     assert re.search(rf"error: {disk}/\S+: No space left on device", done.stderr), done.stderr

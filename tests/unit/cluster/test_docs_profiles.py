@@ -12,7 +12,6 @@ from primerl_hpc.cluster.directives import OPTION_OF_KEY
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.prepare import runs_folder
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_job
@@ -33,10 +32,10 @@ def test_the_profile_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.Monk
     profile = load_profile(profile_of_the_page(tmp_path)).profile
     assert profile.scheduler.time == "24:00:00" and profile.software.modules == ("cuda/12.8",)
     monkeypatch.setenv("USER", "ada")
-    assert runs_folder(profile) == Path("/scratch/ada/runs")
+    assert profile.runs_folder() == Path("/scratch/ada/runs")
     monkeypatch.delenv("USER")
     with pytest.raises(ConfigError, match=r"\$USER, which is not set"):
-        runs_folder(profile)
+        profile.runs_folder()
 
 
 def test_the_templates_of_the_page_render(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.document import Document, dump_yaml
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.validate import validate
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_engines, render_job
 from primerl_hpc.render.requests import type_request, with_walltimes

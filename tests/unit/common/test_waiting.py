@@ -17,6 +17,7 @@ from primerl_hpc.common.errors import TimeoutWaitingError
 from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.common.waiting import (
     Backoff,
+    Polling,
     TransientIOErrors,
     paced,
     repeating,
@@ -35,7 +36,7 @@ from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
-from primerl_hpc.transport.rollouts.types import StepInfo, empty_row
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo, empty_row
 from tests.support.helpers import PATIENCE_S, wait_for, wait_for_async
 
 TOLD = "retrying"
@@ -60,6 +61,27 @@ def test_a_router_whose_endpoint_cannot_be_read_keeps_its_address_and_is_reporte
         publish_endpoint(run, ROUTER, "http://a:1/")
         assert router.refresh() == "http://a:1"
     assert caplog.text.count(TOLD) == 2
+
+
+def test_polling_checks_at_once_and_once_more_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now
+        now += pause_s
+
+    with monkeypatch.context() as patch:
+        patch.setattr("primerl_hpc.common.waiting.time.monotonic", lambda: now)
+        patch.setattr("primerl_hpc.common.waiting.time.sleep", sleep)
+        assert [now for _ in Polling(0, 2)] == [0]
+        assert [now for _ in Polling(5, 2)] == [0, 2, 4, 6]
+        assert Polling(5, 2).last(lambda: now, lambda found: found >= 8) == 8
+        assert Polling(5, 2).last(lambda: now, lambda found: False) == 14
+
+    async def count() -> int:
+        return len([None async for _ in Polling(0, 60)])
+
+    assert asyncio.run(count()) == 1
 
 
 def test_a_teacher_that_cannot_be_looked_up_stays_where_it_was(tmp_path):

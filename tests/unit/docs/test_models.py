@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from primerl_hpc.common import model_families
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.planning.model_config import refuse_untrainable
-from primerl_hpc.plan.assess.variants import DIVIDED_FAMILIES
-from primerl_hpc.plan.predict.architectures.families import FAMILIES as PREDICTED
+from primerl_hpc.common.model_families import check_family
+from primerl_hpc.launch.planning.model_config import load_config, refuse_untrainable
+from primerl_hpc.plan.predict.architectures.families import ARCHITECTURES
 from primerl_hpc.transport.base_models.engine_options import BIASED_CHOICE, check_engine
-from primerl_hpc.transport.base_models.families import COMPARED, check_family
 from tests.e2e.test_parallel import LAYOUTS, REFUSED
 from tests.support.helpers import ROOT, small_rl, small_sft
 from tests.support.served_updates import MEASURED, SERVED
@@ -24,6 +25,7 @@ from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, VISION_FAMILIES
 PAGE = ROOT / "docs" / "models.md"
 BEGIN = "| `model_type` |"
 SERVED_ROWS = ROOT / "docs" / "measurements" / "served_families.json"
+COMPARED = {name for name, family in model_families.FAMILIES.items() if family.is_compared}
 AXES = ("tensor_parallel", "context_parallel", "expert_parallel")
 
 
@@ -72,7 +74,26 @@ def test_the_package_accepts_the_families_that_tests_compare() -> None:
 
 def test_auto_divides_only_families_whose_division_is_tested() -> None:
     divided = {family for family in COMPARED if "tensor" in layouts_of(family)}
-    assert set(DIVIDED_FAMILIES) == divided & PREDICTED.keys()
+    may_be_divided = {name for name, family in model_families.FAMILIES.items() if family.may_be_divided}
+    assert may_be_divided == divided & ARCHITECTURES.keys()
+
+
+def test_the_planner_knows_the_layers_of_families_of_the_table_only() -> None:
+    assert ARCHITECTURES.keys() <= model_families.FAMILIES.keys()
+    assert model_families.FAMILIES.keys() - COMPARED <= ARCHITECTURES.keys()
+
+
+def test_facts_of_families_are_in_one_table() -> None:
+    """Elsewhere, a module names a family only where its code for this family is."""
+    own_code = {"plan/predict/architectures/families.py", "transport/base_models/engine_options.py"}
+    names, package = model_families.FAMILIES.keys(), ROOT / "primerl_hpc"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    }
+    assert found == own_code | {"common/model_families.py"}
 
 
 def test_a_family_that_no_test_compares_is_refused_unless_the_recipe_accepts_it(tmp_path: Path) -> None:
@@ -83,7 +104,7 @@ def test_a_family_that_no_test_compares_is_refused_unless_the_recipe_accepts_it(
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "phimoe"}')
     with pytest.raises(ConfigError, match="is of family phimoe"):
-        refuse_untrainable(small_sft(folder))  # at submission
+        refuse_untrainable(small_sft(folder), load_config(str(folder)))  # at submission
     with pytest.raises(ConfigError, match=r"org/it is of family phimoe, .*model.untested to true"):
         check_family("phimoe", "org/it", is_untested=False)
     with pytest.raises(ConfigError, match=r"config.json of model org/it names no family"):
@@ -101,7 +122,7 @@ def test_families_that_engines_on_cpus_compute_differently_are_refused_there(tmp
     folder = tmp_path / "ernie"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "ernie4_5_moe"}')
-    refuse_untrainable(small_rl(folder))
+    refuse_untrainable(small_rl(folder), load_config(str(folder)))
     with pytest.raises(ConfigError, match=r"vLLM on CPUs ignores the bias .* engines on GPUs"):
-        refuse_untrainable(small_rl(folder), accelerator="cpu")
-    refuse_untrainable(small_sft(folder), accelerator="cpu")
+        refuse_untrainable(small_rl(folder), load_config(str(folder)), accelerator="cpu")
+    refuse_untrainable(small_sft(folder), load_config(str(folder)), accelerator="cpu")

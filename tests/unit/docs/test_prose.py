@@ -229,7 +229,7 @@ def test_no_line_of_documentation_is_wider_than_its_limit() -> None:
 
 
 REPOSITORY_FOLDERS = {
-    *("primerl_hpc", "tests", "tools", "docs", "recipes", "cluster_profiles", "constraints", "templates"),
+    *("primerl_hpc", "tests", "tools", "docs", "recipes", "cluster_profiles", "constraints", "templates")
 }
 PLACEHOLDERS = {"constraints/EXTRA.txt"}
 """Names that stand for several files."""

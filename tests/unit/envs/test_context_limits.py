@@ -15,8 +15,8 @@ from verifiers.v1.types import SamplingConfig
 from primerl_hpc.envs.serving import in_process
 from primerl_hpc.envs.serving.context_limits import end_at_context_limit, is_overflow
 from primerl_hpc.envs.tasks import resolve_environment
+from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed
 from primerl_hpc.orchestrator.rollouts.trajectories import rollout_of
-from primerl_hpc.orchestrator.types import Rollout, RolloutFailed
 from primerl_hpc.recipe.schema.rollout import Environment
 from tests.support.api import Request, chat_completion, serve
 

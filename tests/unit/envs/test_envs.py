@@ -27,7 +27,7 @@ from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environment
 from primerl_hpc.roles.env_server import home_for_caches
 from tests.support.api import Request, chat_completion, serve
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 
 def reverse_text(**args) -> Environment:
@@ -232,12 +232,8 @@ def test_an_installed_package_takes_precedence_over_a_shipped_one(tmp_path: Path
         "from importlib.util import find_spec\n"
         "assert find_spec('inproc_chat'); print(find_spec('reverse_text').origin)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    done = captured(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     )
     assert done.stdout.strip() == str(tmp_path / "reverse_text.py")
 

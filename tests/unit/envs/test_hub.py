@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.errors import ConfigError, DataError, ExitCode, NotFoundError
+from primerl_hpc.common.interpreters import Interpreters
 from primerl_hpc.envs.hub import (
     MAX_SOURCE_BYTES,
     check_interface,
@@ -160,20 +161,10 @@ def test_an_installed_package_is_pinned_and_other_versions_and_owners_are_recogn
         "url": f"{index.url}/owner/hub-sums/@0.1.9/{OLD.file}",
         "sha256": OLD.sha256,
     }
-    request = {
-        "packages": [f"{name}@{version}" for name, version in (("owner/hub-sums", "0.1.9"),)],
-        "install": False,
-    }
-    request["packages"] += ["owner/hub-sums@0.1.10", "stranger/hub-sums@0.1.9", "owner/nothing@1"]
-    found = subprocess.run(
-        [str(own_python), "-m", "primerl_hpc.envs.hub"],
-        input=json.dumps(request),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answers = json.loads(found.stdout)
+    packages = ["owner/hub-sums@0.1.9", "owner/hub-sums@0.1.10", "stranger/hub-sums@0.1.9", "owner/nothing@1"]
+    with Interpreters() as interpreters:
+        function = "primerl_hpc.envs.hub:installed_package"
+        answers = [interpreters.ask(str(own_python), {}, function, package) for package in packages]
     assert [item["state"] for item in answers] == ["present", "other", "other", "missing"]
     assert answers[0]["sha256"] == OLD.sha256 and answers[0]["version"] == "0.1.9"
     checked = primerl(own_python, "env", "check", "hub-sums", cwd=tmp_path)

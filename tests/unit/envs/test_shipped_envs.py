@@ -29,7 +29,7 @@ from primerl_hpc.envs.tool_servers.encyclopedia import write_articles
 from primerl_hpc.envs.tool_servers.search import Index
 from primerl_hpc.recipe.schema.rollout import Environment
 from tests.support.api import Request, chat_completion, serve
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 Model = Callable[[dict], dict]
 TINY = runpy.run_path(str(ROOT / "tools" / "tiny-model"))
@@ -564,9 +564,7 @@ def test_setuptools_can_be_imported_after_an_installation(tmp_path):
         "except ConfigError:\n    import setuptools\n"
         "    print(setuptools.__name__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = captured([sys.executable, "-c", code], cwd=tmp_path, check=True)
     assert done.stdout == "setuptools\n"
 
 

@@ -272,15 +272,7 @@ def test_stored_quantization_is_read_from_the_models_configuration(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "port",
-        "--api-key",
-        "served_model_name",
-        "worker-extension-cls",
-        "middleware",
-        "enable_lora",
-        "kv_transfer_config",
-    ],
+    "port --api-key served_model_name worker-extension-cls middleware enable_lora kv_transfer_config".split(),
 )
 def test_extra_arguments_must_not_set_what_the_run_controls(name: str) -> None:
     with pytest.raises(ValueError, match="may not set"):

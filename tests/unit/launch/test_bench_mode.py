@@ -23,9 +23,9 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-from primerl_hpc.cli.bench import table  # noqa: E402
+from primerl_hpc.cli.bench_options import table  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
-from primerl_hpc.plan.bench import BenchRequest, for_bench  # noqa: E402
+from primerl_hpc.plan.bench_plans import BenchRequest, for_bench  # noqa: E402
 from primerl_hpc.plan.predict.flops import visible_pairs  # noqa: E402
 from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402
 from primerl_hpc.trainer.batch import make_batch  # noqa: E402
@@ -80,10 +80,7 @@ LATENT = {  # queries and keys of 24 + 8, values of 12; head_dim is 8
 
 @pytest.mark.parametrize(
     ("make", "config", "rotary"),
-    [
-        (Qwen3ForCausalLM, Qwen3Config(**SHAPE), 16),
-        (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT), 8),
-    ],
+    [(Qwen3ForCausalLM, Qwen3Config(**SHAPE), 16), (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT), 8)],
     ids=["qwen3", "deepseek_v3"],
 )
 def test_flop_counts_equal_those_of_torch_without_causal_attention(make, config, rotary):

@@ -18,7 +18,7 @@ from primerl_hpc.cli.main import cli  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError  # noqa: E402
 from primerl_hpc.common.model_files import INDEX  # noqa: E402
 from primerl_hpc.launch.export.convert import convert_model  # noqa: E402
-from primerl_hpc.launch.planning.model_config import refuse_untrainable  # noqa: E402
+from primerl_hpc.launch.planning.model_config import load_config, refuse_untrainable  # noqa: E402
 from tests.support.helpers import small_rl, small_sft  # noqa: E402
 from tests.support.quantized_models import store_fp8  # noqa: E402
 from tests.support.tiny_models import make_family  # noqa: E402
@@ -90,12 +90,12 @@ def test_an_interrupted_conversion_leaves_nothing(model: Path, tmp_path: Path) -
 
 
 def test_only_runs_without_engines_train_a_quantized_model_directly(model: Path) -> None:
-    refuse_untrainable(small_sft(model))
+    refuse_untrainable(small_sft(model), load_config(str(model)))
     with pytest.raises(ConfigError, match=r"quantized \(fp8\), so its engines .* primerl-hpc convert "):
-        refuse_untrainable(small_rl(model))
+        refuse_untrainable(small_rl(model), load_config(str(model)))
     config = json.loads((model / "config.json").read_text()) | {
         "quantization_config": {"quant_method": "awq"}
     }
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is quantized by awq"):
-        refuse_untrainable(small_sft(model))
+        refuse_untrainable(small_sft(model), load_config(str(model)))

@@ -47,7 +47,7 @@ def test_a_walltime_is_valid_if_one_of_several_partitions_allows_it(
     scheduler = {"partition": ",".join(names), "time": "12:00:00"}
     profile = Profile.model_validate({"name": "site", "nodes": 2, "scheduler": scheduler})
     asked = lambda command: "\n".join(rows) if "--format" in command[-1] else ""  # noqa: E731
-    found = [each for each in examine(profile, asked) if each.what == "walltime"]
+    found = [each for each in examine(profile, asked) if each.check == "walltime"]
     assert [each.is_ok for each in found] == ([] if is_good is None else [is_good])
     assert all(said in each.message for each in found)
 
@@ -63,7 +63,7 @@ def test_a_walltime_that_is_too_long_names_the_partition_that_admits_it() -> Non
     (found,) = [
         each
         for each in examine(profile, lambda command: "\n".join(rows) if "--format" in command[-1] else "")
-        if each.what == "walltime"
+        if each.check == "walltime"
     ]
     assert found.hint == "lower scheduler.time to 8:00:00, or use long, which admits it (scheduler.partition)"
 
@@ -71,7 +71,7 @@ def test_a_walltime_that_is_too_long_names_the_partition_that_admits_it() -> Non
 def test_notes_of_a_profile_about_its_site_are_printed_first() -> None:
     profile = load_profile("lumi").profile
     first = next(iter(examine(profile, lambda command: "")))
-    assert first.is_ok and first.what == "profile"
+    assert first.is_ok and first.check == "profile"
     for word in (
         "8 × MI250X-GCD, 64 GiB each",
         "480 GiB",
@@ -93,7 +93,7 @@ def test_a_site_that_hides_its_partitions_is_checked_by_a_test_submission(tmp_pa
 
     scheduler = {"partition": "gpu", "time": "12:00:00"}
     profile = Profile.model_validate({"name": "site", "runs_dir": str(tmp_path), "scheduler": scheduler})
-    found = {each.what: each for each in examine(profile, asked)}
+    found = {each.check: each for each in examine(profile, asked)}
     assert found["partition"].is_ok and "does not show its partitions" in found["partition"].message
     assert found["test submission"].is_ok and "controller" not in found
 
@@ -103,7 +103,7 @@ def test_a_rejection_by_the_sites_own_rules_is_shown_complete(tmp_path: Path) ->
     words = "\\n".join([*lines, "sbatch: error: Batch job submission failed: Unspecified error"])
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\nprintf '{words}\\n' >&2\nexit 1\n")
     profile = Profile.model_validate({"name": "site", "runs_dir": str(tmp_path), "scheduler": {"time": 60}})
-    found = {each.what: each for each in examine(profile, lambda command: "")}["test submission"]
+    found = {each.check: each for each in examine(profile, lambda command: "")}["test submission"]
     assert not found.is_ok and all(f"rule {number}" in found.details for number in range(5))
 
 
@@ -122,7 +122,7 @@ def test_facts_of_the_site_that_do_not_hold_here_are_reported(tmp_path: Path) ->
         "variants": {"debug": {"nodes": 1}},
     }
     found = {
-        each.what: each
+        each.check: each
         for each in examine(
             Profile.model_validate(values),
             lambda command: row if "--format" in command[-1] else "slurm 23.02",
@@ -160,7 +160,7 @@ def test_doctor_reports_versions_limits_space_and_tokens_of_this_machine(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-value")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no" / "hub"))
-    results = {result.what: result for result in examine_machine(load_profile("local").profile)}
+    results = {result.check: result for result in examine_machine(load_profile("local").profile)}
     names = ("versions", "GPU driver", "limits", "free files", "quota", "hub cache", "tokens")
     assert tuple(results) == names and all(result.is_ok for result in results.values())
     assert results["versions"].is_ok and "torch 2" in results["versions"].message
@@ -237,7 +237,7 @@ def test_an_exhausted_quota_of_the_runs_folder_is_a_failure(
     monkeypatch.setenv("PRIMERL_RUNS_DIR", str(tmp_path / "runs"))
     (quota,) = quotas_of(tmp_path)
     assert quota.holder.startswith("user ")
-    (result,) = (found for found in examine_machine(load_profile("local").profile) if found.what == "quota")
+    (result,) = (found for found in examine_machine(load_profile("local").profile) if found.check == "quota")
     assert result.is_ok is is_good and said in result.message
     assert is_good or "primerl-hpc du" in result.hint
 
@@ -281,7 +281,7 @@ def test_layers_with_state_are_measured_in_bfloat16_on_cpus(tmp_path: Path) -> N
         pytest.skip("this machine has a GPU")
     for family, dtypes in {"qwen3_next": ("bfloat16",), "qwen3": ("bfloat16", "float16", "float32")}.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        assert data_types(tmp_path)["dtypes"] == dtypes
+        assert data_types(str(tmp_path))["dtypes"] == dtypes
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_gpu_type_and_memory_of_a_request_are_compared_with_the_nodes(
     rows = [SEPARATOR.join(["gpu", "up", "infinite", "4", gres, "64", "512000"]) for gres in site]
     values = {"name": "site", "nodes": 2, "node": node, "scheduler": {"partition": "gpu", **scheduler}}
     asked = lambda command: "\n".join(rows) if "--format" in command[-1] else ""  # noqa: E731
-    (found,) = [result for result in examine(Profile.model_validate(values), asked) if result.what == what]
+    (found,) = [result for result in examine(Profile.model_validate(values), asked) if result.check == what]
     assert found.is_ok == (hint is None), found
     assert hint is None or hint in found.hint
 
@@ -340,7 +340,7 @@ def test_the_keys_of_a_node_type_are_named_in_hints_about_it() -> None:
     other = {"nodes": 1, "gpus": 8, "gpu_type": "a100", "memory": "900G"}
     values = {"name": "site", "nodes": 2, "scheduler": {"partition": "gpu"}, "node_types": {"big": other}}
     asked = lambda command: row if "--format" in command[-1] else ""  # noqa: E731
-    found = {result.what: result for result in examine(Profile.model_validate(values), asked)}
+    found = {result.check: result for result in examine(Profile.model_validate(values), asked)}
     assert "node_types.big.gpu_type" in found["big GPU type"].hint
     assert "node_types.big.memory to 500G" in found["big requested memory"].hint
 
@@ -350,5 +350,5 @@ def test_no_hint_of_doctor_names_doctor(tmp_path: Path, refusal: Refusal) -> Non
     printed = re.sub(r"\|.*|[()\\]", "", refusal.pattern)
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: error: {printed}' >&2\nexit 1\n")
     profile = Profile.model_validate({"name": "site", "runs_dir": str(tmp_path), "scheduler": {"time": 60}})
-    found = {result.what: result for result in examine(profile, lambda command: "")}["test submission"]
+    found = {result.check: result for result in examine(profile, lambda command: "")}["test submission"]
     assert not found.is_ok and "primerl-hpc doctor" not in found.hint

@@ -39,7 +39,7 @@ from primerl_hpc.orchestrator.eval_loop import (
 from primerl_hpc.orchestrator.event_loop import StoppedOnRequest
 from primerl_hpc.orchestrator.rollouts.env_client import external_sampling_config
 from primerl_hpc.orchestrator.rollouts.traces import keep_rows
-from primerl_hpc.plan.types import Plan, load_plan
+from primerl_hpc.plan.plan import Plan, load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.recipe.schema.evaluation import EvaluationSettings
 from primerl_hpc.recipe.schema.rollout import Sampling
@@ -271,11 +271,7 @@ def test_external_servers_get_only_the_requested_parameters():
 @pytest.mark.parametrize(
     "words, code, said",
     [
-        (
-            ("run", "--steps", "15"),
-            ExitCode.NOT_FOUND,
-            "has no weights of step 15; it has steps 10, 20",
-        ),
+        (("run", "--steps", "15"), ExitCode.NOT_FOUND, "has no weights of step 15; it has steps 10, 20"),
         (("run", "--weights-dir", "model"), ExitCode.NOT_FOUND, "model has no complete policy version"),
         (("run", "--weights-dir", "x", "--watch"), ExitCode.NOT_FOUND, "is not a run directory"),
         (("run", "--steps", "ten"), ExitCode.USAGE, "'ten' is neither all nor a list"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primerl_hpc.launch.executor import submit_script
+from primerl_hpc.launch.queue import submit_script
 from primerl_hpc.run.rundir import RunDir
 from tests.support.helpers import PATIENCE_S, ROOT, is_alive, wait_for
 
@@ -19,7 +19,7 @@ SUBMIT_AND_WAIT = """\
 import sys, time
 from pathlib import Path
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.launch.executor import submit_script
+from primerl_hpc.launch.queue import submit_script
 
 folder = Path(sys.argv[1])
 print(submit_script(RunDir(folder), folder / "job.sbatch", "local")["job_id"], flush=True)

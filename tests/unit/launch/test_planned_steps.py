@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
+from primerl_hpc.launch.compose import interpreter, make_scripts
 from primerl_hpc.launch.planned_steps import planned_steps
-from primerl_hpc.launch.prepare import interpreter
-from primerl_hpc.launch.submission import make_scripts
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import read_allocation
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.srun import srun_command
-from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import small_rl
+from tests.support.helpers import captured, small_rl
 
 IMAGE = "{python: /opt/image/bin/python, container: {kind: %s, image: /images/x.sqsh}}"
 RECIPE = small_rl(Path("/models/small"), layout={"inference": {"replicas": 2}, "trainer": {"ranks": 8}})
@@ -38,7 +36,7 @@ def test_the_shown_command_is_the_one_that_the_supervisor_executes(
         lines = step.text.splitlines()
         first = next(number for number, line in enumerate(lines) if line.startswith("srun "))
         script = " ".join(["printf '%s\\n'", *(line.removesuffix("\\") for line in lines[first:])])
-        said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+        said = captured(["bash", "-c", script], check=True).stdout
         assert said.splitlines() == step.command and "MINE='a b'" in lines[:first]
 
 

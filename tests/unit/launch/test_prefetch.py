@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.software_schema import Container
-from primerl_hpc.common.errors import ConfigError, DataError
+from primerl_hpc.common import env
+from primerl_hpc.common.errors import ConfigError, DataError, ExitCode
 from primerl_hpc.launch.prefetch.fetch import HubFile, check_space, choose_files
 from primerl_hpc.launch.prefetch.images import look_for_image, pull_image
 from primerl_hpc.launch.prefetch.inventory import Presence, look
@@ -67,7 +68,11 @@ def start(url: str, *words: str) -> subprocess.Popen[str]:
     command = ("prefetch", "hub.yaml", "-p", "local", "--json", "--profile-set", cache, *words)
     return subprocess.Popen(
         [sys.executable, "-m", "primerl_hpc", *command],
-        env={**os.environ, **environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            **environ,
+            "PYTHONPATH": env.join_pythonpath(str(ROOT), os.environ.get("PYTHONPATH")),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -180,16 +185,7 @@ def test_a_disk_without_room_is_reported_before_the_download(tmp_path: Path) -> 
 
 
 NAMES = st.sampled_from(
-    [
-        "config.json",
-        "a.safetensors",
-        "b.safetensors",
-        "a.bin",
-        "a.gguf",
-        "vocab.txt",
-        "sub/a.safetensors",
-        "x.onnx",
-    ]
+    "config.json a.safetensors b.safetensors a.bin a.gguf vocab.txt sub/a.safetensors x.onnx".split()
 )
 
 
@@ -203,6 +199,30 @@ def test_weights_are_chosen_in_one_format(names: set[str], is_tokenizer: bool) -
     assert len(suffixes) <= (0 if is_tokenizer else 1)
     if any(name.endswith(".safetensors") and "/" not in name for name in names) and not is_tokenizer:
         assert suffixes == {".safetensors"}
+
+
+NO_LOCKS = """
+import errno, fcntl, os
+
+def refuse_no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+fcntl.flock = refuse_no_locks
+"""
+
+
+def test_libraries_that_need_locks_report_the_folder_that_has_none(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "sitecustomize.py").write_text(NO_LOCKS)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    with serve_hub(ROWS, models=MODELS) as url:
+        code, items, err = end(start(url))
+    assert code == ExitCode.NOT_FOUND, err
+    for name, package in (("org/model", "huggingface_hub"), ("org/rows", "datasets")):
+        detail = str(items[name]["detail"])
+        assert f"is on a filesystem without file locks, which package {package} needs (No locks" in detail
+        assert detail.startswith(f"{here}/cache/") and "cache.path of the profile" in str(items[name]["hint"])
 
 
 # -- what a run needs, and what is there

@@ -74,7 +74,7 @@ def test_a_local_run_is_refused_if_its_interpreter_has_no_torch(here: Path) -> N
 
 def test_an_interpreter_that_does_not_exist_is_refused(here: Path) -> None:
     error = submit("--profile-set", f"software.default.python={here}/no/python").exception
-    assert isinstance(error, ConfigError) and "/no/python cannot be started" in str(error)
+    assert isinstance(error, ConfigError) and "/no/python cannot be run here" in str(error)
 
 
 def test_a_model_that_is_neither_a_folder_nor_in_the_cache_of_an_offline_machine_is_refused(

@@ -22,7 +22,7 @@ from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.observe.diagnose.advice import ADVICE, Ending, NextCommand, ending_of
 from primerl_hpc.observe.diagnose.diagnose import diagnose, render_diagnosis
 from primerl_hpc.observe.diagnose.known_faults import recognize_fault
-from primerl_hpc.observe.follow.summary import print_summary
+from primerl_hpc.observe.run_summary import print_summary
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.lock import is_process_alive

@@ -18,7 +18,7 @@ from primerl_hpc.common.files import append_json, write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.diagnose.diagnose import Diagnosis, diagnose, parse_outcome, render_diagnosis
 from primerl_hpc.observe.diagnose.known_faults import FAULT_PATTERNS, recognize_fault
-from primerl_hpc.observe.follow.summary import print_summary
+from primerl_hpc.observe.run_summary import print_summary
 from primerl_hpc.recipe.explain import explain
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.registry import register_run
@@ -94,11 +94,7 @@ def test_every_key_named_in_a_hint_exists() -> None:
         ("pydantic_core.ValidationError: 1 validation error for ModelConfig", "configuration", "correct"),
         ("api_server.py: error: unrecognized arguments: --max-num-sek 4", "configuration", "correct"),
         ("PermissionError: [Errno 13] Permission denied: '/data/x'", "permission", "owner"),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=17.3",
-            "host memory",
-            "scheduler.memory",
-        ),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=17.3", "host memory", "scheduler.memory"),
         ("NVRM: Xid (PCI:0000:4b:00): 79, GPU has fallen off the bus.", "GPU hardware", "exclude"),
         ("slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "walltime", "margin"),
         ("slurmstepd: error: *** JOB 17 CANCELLED AT 2026 DUE TO PREEMPTION ***", "preempted", "interval"),
@@ -181,8 +177,7 @@ def run(tmp_path: Path) -> RunDir:
     write_json(run.job, {"scheduler": "slurm", "job_id": "17", "attempt": 2, "submitted": then})
     write_json(run.state, {"attempt": 2, "state": "failed", "phase": "main", "updated": then})
     write_json(
-        run.provenance,
-        {"command": ["/venv/bin/primerl-hpc", "submit", "my recipe.yaml", "-p", "h100x64"]},
+        run.provenance, {"command": ["/venv/bin/primerl-hpc", "submit", "my recipe.yaml", "-p", "h100x64"]}
     )
     append_json(run.metrics("trainer"), {"step": 23, "time": then, "attempt": 2, "time/step": 30.0})
     run.finish_checkpoint_side(20, "trainer", ("trainer",))
@@ -359,7 +354,7 @@ def test_a_stalled_run_is_distinguished_from_one_that_makes_progress(run: RunDir
     assert "no new step for 30:00 min" in look(run, queue)[1]
     append_json(run.metrics("trainer"), {"step": 24, "time": time.time(), "attempt": 2, "time/step": 30.0})
     _, text = look(run, queue)
-    assert "the run is running; restarted: inference-0 2 times" in text
+    assert "the run is running; restarted: inference-0 (2×)" in text
 
 
 def test_failed_checkpoints_of_a_running_run_are_reported(run: RunDir) -> None:

@@ -19,8 +19,8 @@ from primerl_hpc.cli.logs import command
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.logs.log_files import LogFiles
-from primerl_hpc.observe.logs.merge import (
+from primerl_hpc.observe.log_files import LogFiles
+from primerl_hpc.observe.merged_logs import (
     LogFilter,
     LogFollower,
     follow_logs,
@@ -294,9 +294,11 @@ class Following:
     def __init__(self, run: RunDir, role: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         self.printed: list[str] = []
         self.state = RunState.PENDING
-        monkeypatch.setattr("primerl_hpc.observe.logs.merge.POLL_S", 0.02)
-        monkeypatch.setattr("primerl_hpc.observe.logs.merge.SLOWEST_POLL_S", 0.05)
-        monkeypatch.setattr("primerl_hpc.observe.logs.merge.real_state", lambda *_: (self.state, "Resources"))
+        monkeypatch.setattr("primerl_hpc.observe.merged_logs.POLL_S", 0.02)
+        monkeypatch.setattr("primerl_hpc.observe.merged_logs.SLOWEST_POLL_S", 0.05)
+        monkeypatch.setattr(
+            "primerl_hpc.observe.merged_logs.real_state", lambda *_: (self.state, "Resources")
+        )
         monkeypatch.setattr(click, "echo", lambda text, err=False: self.printed.append(click.unstyle(text)))
         follower = LogFollower(LogFiles(run), role, None, None, None, 40, LogFilter())
         jobs = JobWatcher(lambda command: "")

@@ -91,7 +91,7 @@ def test_every_metric_of_an_evaluation_is_in_the_catalog() -> None:
 
 @pytest.mark.parametrize("kind", ["dppo", "ipo", "grpo", "gspo", "cispo"])
 def test_every_metric_of_a_loss_is_in_the_catalog(kind: str) -> None:
-    components = pytest.importorskip("primerl_hpc.trainer.losses.components")
+    components = pytest.importorskip("primerl_hpc.trainer.losses.step_loss")
     names = components.try_loss(TypeAdapter(Loss).validate_python({"type": kind}))
     assert [name for name in names if not is_known(name, "trainer")] == []
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from primerl_hpc.cli.report import command
 from primerl_hpc.common.files import append_json, write_json, write_text
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.follow.follow import QUIET_S, RunFollower
-from primerl_hpc.observe.follow.summary import print_summary
+from primerl_hpc.observe.follow import QUIET_S, RunFollower
 from primerl_hpc.observe.report.svg import MOST_POINTS, chart, thin
+from primerl_hpc.observe.run_summary import print_summary
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir

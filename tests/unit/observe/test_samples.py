@@ -12,9 +12,9 @@ from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import append_json
 from primerl_hpc.observe.report.samples import pick_samples, sample_text
+from primerl_hpc.orchestrator.rollout_data import Rollout
 from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
 from primerl_hpc.orchestrator.rollouts.trajectories import _plain
-from primerl_hpc.orchestrator.types import Rollout
 from primerl_hpc.run.rundir import RunDir
 
 

@@ -23,11 +23,7 @@ from primerl_hpc.observe.status.one_run import OneRun
 from primerl_hpc.observe.status.run_catalog import RunCatalog
 from primerl_hpc.observe.status.screen import SLOWEST_S, fit, next_pause, watch
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.observe.status.usage import (
-    Accounting,
-    parse_usage,
-    usage_from_events,
-)
+from primerl_hpc.observe.status.usage import Accounting, parse_usage, usage_from_events
 from primerl_hpc.observe.text import format_age
 from primerl_hpc.run import registry
 from primerl_hpc.run.ledger.attempts import attempts_from_events, last_activity
@@ -197,6 +193,12 @@ def test_a_job_too_short_for_a_step_is_reported() -> None:
 
 
 def test_no_forecast_before_two_steps_and_time_since_the_last_step_counts() -> None:
+    found = make_forecast(
+        steps_every(10, 1, 20, 1000.0), 50, now=1000.0, started=700.0, ends=1301.0, phase="warmup"
+    )
+    assert found is not None and "left in phase warmup, the job ends in" in found.sentence, (
+        "not that of the run"
+    )
     assert make_forecast(steps_every(10, 1, 1, 0.0), 5, now=0.0) is None
     found = make_forecast(steps_every(10, 1, 2, 0.0), 5, now=4.0)
     assert found is not None and found.seconds_left == 26.0
@@ -627,9 +629,7 @@ def test_redraws_become_less_frequent_without_changes() -> None:
     assert next_pause(60.0, 60.0, is_changed=False) == 60.0
 
 
-def test_watch_with_json_prints_a_line_after_each_change(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_watch_with_json_prints_a_line_after_each_change(capsys: pytest.CaptureFixture[str]) -> None:
     class Steps:
         looks = 0
 

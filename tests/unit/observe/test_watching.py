@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.files import append_json, write_json
 from primerl_hpc.observe.diagnose.diagnose import diagnose
-from primerl_hpc.observe.follow.follow import RunFollower, follow_run
+from primerl_hpc.observe.follow import RunFollower, follow_run
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.registry import register_run
@@ -46,10 +46,7 @@ def test_follow_shows_each_validation_loss_and_ends_with_the_run(
     assert [line for line in steps if "validation loss before the first step 4.500" in line]
     assert [
         line.partition("] ")[2][:44] for line in steps if " validation " in line and "before" not in line
-    ] == [
-        "sft    2/6  loss 1.500  validation 1.250  1.",
-        "sft    4/6  loss 0.750  validation 0.625  1.",
-    ]
+    ] == ["sft    2/6  loss 1.500  validation 1.250  1.", "sft    4/6  loss 0.750  validation 0.625  1."]
     assert steps[-1].endswith("] run done") and all(len(line) <= 80 for line in steps)
 
 

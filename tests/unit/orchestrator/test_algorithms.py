@@ -16,14 +16,15 @@ from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.validate import unfold
 from primerl_hpc.orchestrator.algorithms import algorithms_of, make_algorithm
 from primerl_hpc.orchestrator.algorithms.custom import CustomAlgorithmError
+from primerl_hpc.orchestrator.rollout_data import AgentTrace, Rollout, Sample
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
 from primerl_hpc.orchestrator.setup import load_environments
-from primerl_hpc.orchestrator.types import AgentTrace, Rollout, Sample
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.recipe.schema.algorithm import Algorithm
 from primerl_hpc.recipe.schema.rollout import TrainEnvironment
 from primerl_hpc.run.rundir import RunDir
+from tests.support.helpers import MINIMAL_RL
 
 REWARDS = [0.0, 1.0, 0.25, 0.5, 1.0]
 LENGTHS = [10, 40, 5, 20, 80]
@@ -117,16 +118,7 @@ def test_every_block_of_the_recipe_has_its_file():
 
 def test_an_environment_may_have_its_own_algorithm():
     environments = {"train": [{"id": "a"}, {"id": "b", "algorithm": {"type": "rae", "decay": 0.5}}]}
-    recipe = parse_recipe(
-        {
-            "kind": "rl",
-            "name": "r",
-            "model": {"name": "m"},
-            "max_steps": 1,
-            "environments": environments,
-            "algorithm": {"type": "rloo"},
-        }
-    )
+    recipe = parse_recipe({**MINIMAL_RL, "environments": environments, "algorithm": {"type": "rloo"}})
     assert [each.config.type for each in algorithms_of(recipe)] == ["rloo", "rae"]
     assert TrainEnvironment.model_validate({"id": "a", "algorithm": {}}).algorithm.type == "grpo"
 
@@ -234,10 +226,7 @@ def test_hierarchical_refuses_agents_that_the_environment_has_not(tmp_path):
     def load(*agents: str):
         recipe = parse_recipe(
             {
-                "kind": "rl",
-                "name": "r",
-                "model": {"name": "m"},
-                "max_steps": 1,
+                **MINIMAL_RL,
                 "environments": {"train": [{"id": "reverse-text"}]},
                 "algorithm": {"type": "hierarchical_grpo", "episode_agents": agents},
             }

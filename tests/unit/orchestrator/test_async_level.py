@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from primerl_hpc.orchestrator.batches.batcher import BatchBuilder
 from primerl_hpc.orchestrator.checkpoint.follower import SIDES
+from primerl_hpc.orchestrator.rollout_data import Group, Rollout, TaskRef
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
 from primerl_hpc.orchestrator.train_loop import Orchestrator
-from primerl_hpc.orchestrator.types import Group, Rollout, TaskRef
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Rollouts
 from primerl_hpc.run.metrics import read_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer.rl_loop import clean_up
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver
+from tests.support.helpers import MINIMAL_RL
 from tests.support.train_loop import end_group, make_train_loop, synthetic_rollout
 from tests.unit.transport.test_weights_delta import write_full
 
@@ -32,9 +33,7 @@ LEVELS = (0, 1, 2, 4)
 
 def make_recipe(**rollouts: Any) -> Recipe:
     values = {
-        "kind": "rl",
-        "name": "r",
-        "model": {"name": "m"},
+        **MINIMAL_RL,
         "max_steps": 20,
         "rollouts": {"group_size": 2, "batch_size": 4, "max_in_flight": 4, **rollouts},
         "environments": {"train": [{"id": "reverse-text"}]},

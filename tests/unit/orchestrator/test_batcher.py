@@ -9,17 +9,15 @@ import pytest
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.orchestrator.batches.batcher import BatchBuilder, NoSignalError, TooManyErrorsError
+from primerl_hpc.orchestrator.rollout_data import Group, Rollout, Sample, Split
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
-from primerl_hpc.orchestrator.types import Group, Rollout, Sample, Split
 from primerl_hpc.recipe.schema.recipe import Recipe
+from tests.support.helpers import MINIMAL_RL
 
 
 def rollout(reward: float) -> Rollout:
     sample = Sample(
-        token_ids=np.arange(6),
-        loss_mask=np.arange(6) >= 3,
-        logprobs=np.zeros(6, np.float32),
-        temperature=1.0,
+        token_ids=np.arange(6), loss_mask=np.arange(6) >= 3, logprobs=np.zeros(6, np.float32), temperature=1.0
     )
     return Rollout(reward, [sample], output_tokens=3, input_tokens=3, num_turns=1, is_truncated=False)
 
@@ -36,10 +34,7 @@ def group(rewards: list[float], *, version: int = 0, failed: int = 0, task: int 
 def builder(*, algorithm=None, gates=(), **changes) -> BatchBuilder:
     recipe = Recipe.model_validate(
         {
-            "kind": "rl",
-            "name": "r",
-            "model": {"name": "m"},
-            "max_steps": 1,
+            **MINIMAL_RL,
             "rollouts": {"batch_size": 4, "group_size": 2, **changes},
             "environments": {
                 "train": [{"id": "reverse-text", "algorithm": algorithm or {}, "gates": list(gates)}]
@@ -237,10 +232,7 @@ def three_environments() -> BatchBuilder:
     names = ["good", "also-good", "broken"]
     recipe = Recipe.model_validate(
         {
-            "kind": "rl",
-            "name": "r",
-            "model": {"name": "m"},
-            "max_steps": 1,
+            **MINIMAL_RL,
             "rollouts": {"batch_size": 4, "group_size": 2},
             "environments": {"train": [{"id": "reverse-text", "name": name} for name in names]},
         }

@@ -14,11 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from primerl_hpc.orchestrator.scheduling.concurrency import (
-    Concurrency,
-    LimitChange,
-    Load,
-)
+from primerl_hpc.orchestrator.scheduling.concurrency import Concurrency, LimitChange, Load
 from primerl_hpc.recipe.schema.rollout import AdaptiveConcurrency
 
 TICKS_PER_LOOK, TOKENS_PER_TICK, PROMPT = 5, 20, 100

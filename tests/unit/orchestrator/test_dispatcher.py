@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from primerl_hpc.orchestrator.rollout_data import Split, Start, TaskRef
 from primerl_hpc.orchestrator.scheduling.dispatcher import (
     MAX_FAULTS_PER_MEMBER,
     Dispatcher,
@@ -19,7 +20,6 @@ from primerl_hpc.orchestrator.scheduling.dispatcher import (
 )
 from primerl_hpc.orchestrator.scheduling.rate_limit import RateLimit
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
-from primerl_hpc.orchestrator.types import Split, Start, TaskRef
 
 LIMITS = {field.name for field in dataclasses.fields(DispatchLimits)}
 

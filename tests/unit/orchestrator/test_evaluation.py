@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 
 from primerl_hpc.orchestrator.evaluation import Evaluator, pass_at_k, pass_hat_k
+from primerl_hpc.orchestrator.rollout_data import Rollout
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
-from primerl_hpc.orchestrator.types import Rollout
 from primerl_hpc.recipe.schema.rollout import Environments, EvalEnvironment
 
 

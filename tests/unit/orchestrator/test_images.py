@@ -25,13 +25,13 @@ from verifiers.v1.types import (  # noqa: E402
 
 from primerl_hpc.common.errors import DataError  # noqa: E402
 from primerl_hpc.orchestrator.batches.packing import pack  # noqa: E402
-from primerl_hpc.orchestrator.rollouts.images import ImageReader  # noqa: E402
-from primerl_hpc.orchestrator.rollouts.trajectories import rollout_of  # noqa: E402
-from primerl_hpc.orchestrator.types import (  # noqa: E402
+from primerl_hpc.orchestrator.rollout_data import (  # noqa: E402
     Rollout,
     RolloutFailed,
     TrainSample,
 )
+from primerl_hpc.orchestrator.rollouts.images import ImageReader  # noqa: E402
+from primerl_hpc.orchestrator.rollouts.trajectories import rollout_of  # noqa: E402
 from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
 from primerl_hpc.recipe.schema.layout import TrainerLayout  # noqa: E402
 from primerl_hpc.recipe.schema.model import Model  # noqa: E402
@@ -45,7 +45,7 @@ from primerl_hpc.transport.rollouts.filesystem import (  # noqa: E402
     FilesystemReceiver,
     FilesystemSender,
 )
-from primerl_hpc.transport.rollouts.types import StepInfo  # noqa: E402
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo  # noqa: E402
 from tests.support.tiny_models import IMAGE_TOKEN, VISION_START, make_family, make_vision_language  # noqa: E402
 from tests.unit.orchestrator.test_trajectories import episode, prompt, reply, trace  # noqa: E402
 

@@ -19,20 +19,26 @@ from primerl_hpc.orchestrator.metrics import (
     effective_metrics,
     group_metrics,
 )
+from primerl_hpc.orchestrator.rollout_data import (
+    AgentTrace,
+    Group,
+    Rollout,
+    Sample,
+    ScoredGroup,
+    Split,
+    TaskRef,
+)
 from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
-from primerl_hpc.orchestrator.types import AgentTrace, Group, Rollout, Sample, ScoredGroup, Split, TaskRef
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import make_plan, process_plan
+from tests.support.helpers import MINIMAL_RL, make_plan, process_plan
 
 RECIPE = Recipe.model_validate(
     {
-        "kind": "rl",
-        "name": "r",
-        "model": {"name": "m"},
+        **MINIMAL_RL,
         "max_steps": 9,
         "rollouts": {"batch_size": 4, "group_size": 2},
         "environments": {"train": [{"id": "words"}, {"id": "nim", "algorithm": {"type": "rae"}}]},

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl_hpc.orchestrator.batches.packing import _even_out, assign_rows, cost_of, deal_rows, pack
-from primerl_hpc.orchestrator.types import Sample, TrainSample
-from primerl_hpc.transport.rollouts.types import Picture, PlacedPicture
+from primerl_hpc.orchestrator.rollout_data import Sample, TrainSample
+from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture
 
 CAP = 64
 lengths_strategy = st.lists(st.integers(2, CAP), min_size=1, max_size=120)

@@ -27,24 +27,23 @@ from primerl_hpc.orchestrator.checkpoint.follower import (
 from primerl_hpc.orchestrator.checkpoint.queue_file import read_queue, write_queue
 from primerl_hpc.orchestrator.checkpoint.state import LoopState
 from primerl_hpc.orchestrator.evaluation import Evaluator
+from primerl_hpc.orchestrator.rollout_data import AgentTrace, Group, Rollout, Sample, Split
 from primerl_hpc.orchestrator.rollouts.traces import TraceWriter
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
 from primerl_hpc.orchestrator.scoring.scoring import Scorer
-from primerl_hpc.orchestrator.types import AgentTrace, Group, Rollout, Sample, Split
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.run.metrics import MetricsWriter, read_steps
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.rollouts.types import Picture, PlacedPicture
+from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture
+from tests.support.helpers import MINIMAL_RL
 
 BATCH, GROUP, TASKS = 12, 4, 7
 
 
 def make_recipe(algorithm: str = "grpo", **rollouts: Any) -> Recipe:
     values = {
-        "kind": "rl",
-        "name": "r",
-        "model": {"name": "m"},
+        **MINIMAL_RL,
         "max_steps": 20,
         "rollouts": {"batch_size": BATCH, "group_size": GROUP, "max_off_policy_steps": 4, **rollouts},
         "environments": {

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from primerl_hpc.envs.tasks import EnvironmentTask, fingerprint_of
+from primerl_hpc.orchestrator.rollout_data import TaskRef
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
-from primerl_hpc.orchestrator.types import TaskRef
 from primerl_hpc.recipe.schema.selection import DifficultyPools, Sequential, Shuffled
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from primerl_hpc.common.errors import ConfigError, ExitCode
+from primerl_hpc.orchestrator.rollout_data import Rollout, Sample, ScoredGroup, TaskRef
 from primerl_hpc.orchestrator.scoring.filters import longest_run, make_filter
 from primerl_hpc.orchestrator.scoring.gates import CustomGateError, make_gate
-from primerl_hpc.orchestrator.types import Rollout, Sample, ScoredGroup, TaskRef
 from primerl_hpc.recipe.schema.selection import Gate, RolloutFilter
 
 VOCAB = 150_000

@@ -13,8 +13,8 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.orchestrator.engines import load_monitor as engines
 from primerl_hpc.orchestrator.engines.load_monitor import EngineMonitor, StuckDetector, tokens_between
 from primerl_hpc.orchestrator.eval_loop import run_evaluation
+from primerl_hpc.orchestrator.rollout_data import TaskRef
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
-from primerl_hpc.orchestrator.types import TaskRef
 from primerl_hpc.run.endpoints import publish_endpoint
 from tests.support.helpers import make_plan, process_plan, wait_for_async
 from tests.unit.orchestrator.test_env_client import played

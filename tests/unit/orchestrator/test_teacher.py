@@ -25,12 +25,12 @@ from primerl_hpc.envs.tasks import EnvironmentTask
 from primerl_hpc.orchestrator.algorithms import make_algorithm
 from primerl_hpc.orchestrator.batches.packing import pack
 from primerl_hpc.orchestrator.driver import RolloutDriver
+from primerl_hpc.orchestrator.rollout_data import Outcome, Rollout, RolloutFailed, Sample, Split, Start
 from primerl_hpc.orchestrator.rollouts.distillation import Distillation
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
 from primerl_hpc.orchestrator.rollouts.self_teacher import check_demonstrations, demonstrated_prompt
 from primerl_hpc.orchestrator.rollouts.teacher import TeacherClient, add_samples
-from primerl_hpc.orchestrator.types import Outcome, Rollout, RolloutFailed, Sample, Split, Start
 from primerl_hpc.recipe.chatml import ChatMLRenderer
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.recipe.schema.algorithm import OPSD, Algorithm
@@ -39,6 +39,7 @@ from primerl_hpc.run.access.keys import run_keys
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from tests.support.api import Request, serve
+from tests.support.helpers import MINIMAL_RL
 from tests.support.train_loop import RecordedEnvironment
 from tests.unit.orchestrator.test_trajectories import episode, prompt, reply, trace
 
@@ -92,16 +93,7 @@ def test_sft_distill_trains_the_teachers_tokens_by_cross_entropy_alone():
 
 
 def recipe(**more) -> Recipe:
-    return parse_recipe(
-        {
-            "kind": "rl",
-            "name": "r",
-            "model": {"name": "m"},
-            "max_steps": 1,
-            "environments": {"train": [{"id": "a"}]},
-            **more,
-        }
-    )
+    return parse_recipe({**MINIMAL_RL, "environments": {"train": [{"id": "a"}]}, **more})
 
 
 def test_a_teacher_and_its_algorithm_come_together():
@@ -381,10 +373,9 @@ def test_a_valid_teacher_passes_and_gets_only_the_needed_requests(server, algori
     asked = [request["path"] for request in server.seen]
     assert (
         asked
-        == {
-            "opd": ["/v1/models", "/tokenize", "/v1/completions"],
-            "sft_distill": ["/v1/chat/completions"],
-        }[algorithm]
+        == {"opd": ["/v1/models", "/tokenize", "/v1/completions"], "sft_distill": ["/v1/chat/completions"]}[
+            algorithm
+        ]
     )
 
 

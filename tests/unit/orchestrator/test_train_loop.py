@@ -20,13 +20,13 @@ from primerl_hpc.orchestrator.checkpoint.follower import CheckpointFollower
 from primerl_hpc.orchestrator.driver import RolloutDriver, failure_hint, process_limit
 from primerl_hpc.orchestrator.evaluation import Evaluator
 from primerl_hpc.orchestrator.progress import ProgressFile
+from primerl_hpc.orchestrator.rollout_data import Outcome, Split, Start
 from primerl_hpc.orchestrator.rollouts.environments import EnvHandle
 from primerl_hpc.orchestrator.rollouts.runner import RolloutRunner
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
 from primerl_hpc.orchestrator.scheduling.sampler import TaskSampler
 from primerl_hpc.orchestrator.setup import RouterAddress
 from primerl_hpc.orchestrator.train_loop import Orchestrator, StoppedOnRequest
-from primerl_hpc.orchestrator.types import Outcome, Split, Start
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import TrainEnvironment
 from primerl_hpc.run.metrics import read_steps

@@ -9,8 +9,8 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Error, WireTrace
 from verifiers.v1.types import AssistantMessage, ToolMessage, UserMessage
 
+from primerl_hpc.orchestrator.rollout_data import AgentTrace, RolloutFailed
 from primerl_hpc.orchestrator.rollouts.trajectories import role_tokens, rollout_of, samples_of
-from primerl_hpc.orchestrator.types import AgentTrace, RolloutFailed
 
 TASK = {"type": "Task", "data": {"idx": 0, "prompt": "say it"}, "key": "k", "hash": "h"}
 AGENT = {"config": {"harness": {"id": "inproc-chat"}, "runtime": {"type": "subprocess"}}}

@@ -18,7 +18,7 @@ from primerl_hpc.run.leases import lease_path
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.broadcast import BroadcastWeightReader, publish_offer
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
-from primerl_hpc.transport.weights.types import BroadcastOffer, WeightReader
+from primerl_hpc.transport.weights.sources import BroadcastOffer, WeightReader
 from tests.support.helpers import PATIENCE_S, wait_for_async
 from tests.unit.orchestrator.test_fleet import serving
 from tests.unit.transport.test_weights_delta import write_full, write_link
@@ -98,9 +98,7 @@ def test_a_late_engine_that_cannot_follow_the_links_loads_the_same_version_writt
     asyncio.run(check())
 
 
-def test_held_back_updates_cause_no_timeout_and_then_the_newest_version_is_loaded(
-    tmp_path: Path,
-) -> None:
+def test_held_back_updates_cause_no_timeout_and_then_the_newest_version_is_loaded(tmp_path: Path) -> None:
     async def check() -> None:
         async with serving(tmp_path, "inference-0") as (run, fleet, _):
             live: list[int] = []

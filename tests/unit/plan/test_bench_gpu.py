@@ -16,7 +16,7 @@ import pytest
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.recipe.load import parse_recipe
-from tests.support.helpers import ROOT, is_alive, wait_for
+from tests.support.helpers import ROOT, captured, is_alive, wait_for
 
 STARTS_AND_HANGS = """
 import signal, subprocess
@@ -34,12 +34,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_without_a_gpu_it_reports_that_and_exits_as_unavailable():
     pytest.importorskip("torch")
-    done = subprocess.run(
+    done = captured(
         [sys.executable, str(ROOT / "tools/bench/gpu.py"), "--only", "tests"],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == ExitCode.UNAVAILABLE
     assert done.stderr.splitlines() == ["torch finds no NVIDIA GPU on this machine; all parts need one"]

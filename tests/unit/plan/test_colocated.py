@@ -11,12 +11,13 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.planning.advice import shape_of
 from primerl_hpc.launch.planning.forecast import decide_auto, forecast_plan, refuse_misfit
+from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.case import make_case
 from primerl_hpc.plan.assess.choice import choice_of
 from primerl_hpc.plan.assess.prediction import Prediction, predict
+from primerl_hpc.plan.plan import PhasePlan, Plan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.predict.shape import known_shape
-from primerl_hpc.plan.types import PhasePlan, Plan
 from tests.unit.plan.assess.test_search import recipe_of
 
 SMALL, EIGHT_B, LARGE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
@@ -64,10 +65,7 @@ def test_without_counts_both_sides_use_every_gpu_of_the_profile() -> None:
     [
         ({"inference": {"tensor_parallel": 16}}, "an engine of 16 accelerators exceeds a node"),
         ({"trainer": {"ranks": 1}, "inference": {"replicas": 2}}, "2 engines of 1 accelerators do not fit"),
-        (
-            {"trainer": {"ranks": 1}, "inference": {"tensor_parallel": 2}},
-            "1 engine of 2 accelerators do not",
-        ),
+        ({"trainer": {"ranks": 1}, "inference": {"tensor_parallel": 2}}, "1 engine of 2 accelerators do not"),
         ({"trainer": {"nodes": 3}}, "the recipe requires 3 nodes"),
     ],
 )
@@ -141,11 +139,11 @@ def test_states_that_wait_in_host_memory_must_fit_there() -> None:
 def test_auto_is_settled_by_rules_and_a_misfit_names_a_remedy() -> None:
     profile = load_profile("h100x64", overrides=["nodes=1"]).profile
     recipe = recipe_of(LARGE, layout={**ONE_GPU, "colocated": True}, trainer={"cpu_offload": "auto"})
-    settled, notes = decide_auto(recipe, profile)
+    settled, notes = decide_auto(recipe, profile, read_model(recipe, profile))
     assert settled == recipe and "engines and trainer use the same GPUs" in notes[0]
     plan = compile_plan(settled, profile, run_dir="/runs/x", python="python")
     with pytest.raises(ConfigError, match="the plan does not fit: trainer needs") as refused:
-        refuse_misfit(forecast_plan(plan, profile))
+        refuse_misfit(forecast_plan(plan, profile, read_model(recipe, profile)))
     assert "layout.colocated" in str(refused.value)
 
 

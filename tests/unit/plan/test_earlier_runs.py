@@ -21,10 +21,9 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, write_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.launch.prepare import engines_script, job_script
 from primerl_hpc.launch.submit import change_job, renew_scripts
+from primerl_hpc.plan.plan import load_plan, upgrade
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import load_plan, upgrade
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_job
 from primerl_hpc.run.rundir import RunDir
@@ -74,14 +73,16 @@ def test_scripts_that_start_renamed_modules_are_written_again(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = load_plan(run)
-    job_script(run).parent.mkdir()
-    job_script(run).write_text("#!/bin/bash\nexec python -m primerl_hpc.runtime.supervisor /r  # edited\n")
+    run.job_script.parent.mkdir()
+    run.job_script.write_text("#!/bin/bash\nexec python -m primerl_hpc.runtime.supervisor /r  # edited\n")
     renew_scripts(run, plan)
-    assert "# edited" in job_script(run).read_text() and not capsys.readouterr().err
-    engines_script(run).write_text("#!/bin/bash\nexec python -m primerl_hpc.runtime.engine_host /r 1\n")
+    assert "# edited" in run.job_script.read_text() and not capsys.readouterr().err
+    run.engines_script.write_text(
+        "#!/bin/bash\nexec python -m primerl_hpc.runtime.elastic.engine_host /r 1\n"
+    )
     renew_scripts(run, plan)
-    assert "primerl_hpc.runtime.engine_host was renamed" in capsys.readouterr().err
-    assert "# edited" not in job_script(run).read_text() and "#SBATCH" in job_script(run).read_text()
+    assert "primerl_hpc.runtime.elastic.engine_host was renamed" in capsys.readouterr().err
+    assert "# edited" not in run.job_script.read_text() and "#SBATCH" in run.job_script.read_text()
 
 
 def test_a_change_of_srun_arguments_is_refused_for_any_key(

@@ -15,14 +15,14 @@ import pytest
 from primerl_hpc import __version__
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, SchedulerError
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_engines, render_job
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation, components_started_together, read_allocation
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.srun import srun_command
-from primerl_hpc.runtime.types import Launch
 from primerl_hpc.slurm.jobs import parse_squeue
 from tests.support.slurm_rows import printed, queue_row, row
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.plan.bench import (
+from primerl_hpc.plan.bench_plans import (
     LoadRequest,
     LoopRequest,
     for_load,
@@ -18,8 +18,8 @@ from primerl_hpc.plan.bench import (
     with_idle_trainer,
     with_load,
 )
+from primerl_hpc.plan.plan import OnExit, Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import OnExit, Plan
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.recipe.schema.cross_checks import check_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe

@@ -16,8 +16,8 @@ from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, Pri
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.doctor.nodes import node_srun_command
 from primerl_hpc.plan.env import process_env
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.recipe.resolve import resolve
 from primerl_hpc.recipe.schema.recipe import Recipe
@@ -702,11 +702,7 @@ def test_variables_of_a_role_come_from_the_highest_layer_that_has_them(highest: 
 
 
 def test_variables_of_engines_are_those_of_every_engine_without_its_own() -> None:
-    made = tiny(
-        "algorithm={type: opd}",
-        "teacher={model: {name: a/b}}",
-        "env_by_role={inference: {X: '1'}}",
-    )
+    made = tiny("algorithm={type: opd}", "teacher={model: {name: a/b}}", "env_by_role={inference: {X: '1'}}")
     assert made.env_of_role(Role.TEACHER) == {"X": "1"} and made.env_of_role(Role.ROUTER) == {}
     own = tiny("env_by_role={inference: {X: '1'}, teacher: {}}")
     assert own.env_of_role(Role.TEACHER) == {} and own.env_of_role(Role.PREFILL) == {"X": "1"}

@@ -1,9 +1,8 @@
-"""A thousand nodes are planned in a moment and their script stays short; tools/bench prints the numbers."""
+"""A thousand nodes are planned in a moment and their script stays short; tools/bench/plan_scale.py prints figures."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.submission import forecast_for, make_script
+from primerl_hpc.launch.compose import make_script, plan_run
 from primerl_hpc.recipe.load import load_recipe
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 RECIPE = """\
 kind: rl
@@ -31,28 +30,14 @@ def test_plan_and_script_of_many_nodes(tmp_path: Path, nodes: int) -> None:
     recipe = load_recipe(str(tmp_path / "recipe.yaml"))
     profile = load_profile("h100x64", overrides=[f"nodes={nodes}", "scheduler.account=physics"])
     start = time.process_time()
-    plan, _ = forecast_for(recipe, profile, tmp_path / "run")
+    plan = plan_run(recipe, profile, tmp_path / "run").plan
     script = make_script(plan, profile, None)
     assert time.process_time() - start < nodes / 100  # a small part of that on an idle machine
     assert len(plan.nodes) == nodes and len(script.encode()) < 100_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script, words",
-    [
-        ("status_scale.py", ("--runs", "60", "--repeats", "1")),
-        ("plan_scale.py", ("--nodes", "1", "16")),
-        ("plan_forecast.py", ("--gpus", "64")),
-    ],
-)
-def test_the_benches_run_and_print_one_document(script: str, words: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench" / script), *words, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_bench_runs_and_prints_one_document() -> None:
+    done = captured([sys.executable, str(ROOT / "tools/bench/plan_scale.py"), "--nodes", "1", "16", "--json"])
     assert done.returncode in (0, 1), done.stderr  # 1: slower than asked, on a busy machine
-    rows = json.loads(done.stdout)["rows"]
-    assert rows and all(row.get("queries a look", 1) == 1 for row in rows)
+    assert json.loads(done.stdout)["rows"]

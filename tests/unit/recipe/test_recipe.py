@@ -12,8 +12,8 @@ from primerl_hpc.common.document import parse_value
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import Role
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import load_plan
 from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.recipe.sampling_rules import HARMLESS, REFUSED, refused_parameter
 from primerl_hpc.run.rundir import RunDir
@@ -417,9 +417,7 @@ def test_temperature_0_is_for_evaluations_and_for_replies_of_a_teacher(tmp_path:
         assert load_recipe(write(tmp_path, text)).recipe
 
 
-def test_evaluations_may_set_any_sampling_parameter_and_rae_needs_no_group(
-    tmp_path: Path,
-) -> None:
+def test_evaluations_may_set_any_sampling_parameter_and_rae_needs_no_group(tmp_path: Path) -> None:
     own = "  eval: [{id: b, sampling: {extra: {seed: 1, presence_penalty: 0.5}}}]\n"
     group = "rollouts: {group_size: 1, sampling: {extra: {stop: x}}}\nalgorithm: {type: rae}\n"
     assert load_recipe(write(tmp_path, MINIMAL + own + group)).recipe

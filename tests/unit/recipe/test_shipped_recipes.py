@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.launch.prepare import interpreter, package_root
-from primerl_hpc.launch.submission import preview
+from primerl_hpc.common.package import package_root
+from primerl_hpc.launch.compose import interpreter, plan_run
 from primerl_hpc.plan.assess.search import has_auto
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.job import render_job
 from tests.support.helpers import ROOT
 from tools import recipe_table
-from tools.bench.recipe_twins import TWINS
+from tools.bench.rewards import EXPECTED
 from tools.recipe_table import RECIPES, SHOWN, gpu_recipes, home_profile
 
 SAMPLE = [
@@ -87,7 +87,8 @@ def _with_bases(path: Path) -> str:
 def test_a_recipe_that_was_never_run_is_planned_and_rendered(name: str) -> None:
     loaded = load_recipe(str(RECIPES / f"{name}.yaml"))
     profile = load_profile(home_profile(RECIPES / f"{name}.yaml"))
-    plan, forecast = preview(loaded, profile, [])
+    planned = plan_run(loaded, profile, missing=[])
+    plan, forecast = planned.plan, planned.forecast
     assert forecast.prediction is not None and forecast.prediction.fits
     script = render_job(plan, profile.profile, python=interpreter(profile), package_root=package_root())
     assert f"#SBATCH --nodes={len(plan.nodes)}" in script
@@ -95,7 +96,7 @@ def test_a_recipe_that_was_never_run_is_planned_and_rendered(name: str) -> None:
 
 def test_kimi_has_engines_for_prompts_next_to_those_that_decode_on_about_1024_gpus() -> None:
     path = RECIPES / "math" / "kimi_k2.yaml"
-    plan, _ = preview(load_recipe(str(path)), load_profile("h100x1024"), [])
+    plan = plan_run(load_recipe(str(path)), load_profile("h100x1024"), missing=[]).plan
     roles = [process.role.value for process in plan.phase("main").processes]
     assert "prefill" in roles and roles.count("inference") > 4
     assert 960 <= 8 * len(plan.nodes) <= 1024
@@ -116,9 +117,8 @@ def test_every_small_recipe_has_a_measured_twin() -> None:
         name for name in gpu_recipes() if name.split("/")[0] in ("reverse_text", "alphabet_sort", "wordle")
     }
     small |= {"math/qwen3_4b", "local_search/qwen3_4b"}
-    assert small - {"reverse_text/qwen3_0.6b_sft"} == set(TWINS)
-    assert set(measured) == set(TWINS) and not result["not_run"]
+    assert small - {"reverse_text/qwen3_0.6b_sft"} == measured.keys() and not result["not_run"]
     for row in measured.values():
-        assert row["is_met"] and row["after"] > row["before"], row
+        assert row["twin"] in EXPECTED and row["is_met"] and row["after"] > row["before"], row
         shown = f"| `{row['recipe']}` | `{row['twin']}` | {row['before']:.3f} | {row['after']:.3f} |"
         assert shown in (RECIPES / "README.md").read_text()

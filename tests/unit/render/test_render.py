@@ -15,7 +15,7 @@ from primerl_hpc.common.document import dump_yaml
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
-from primerl_hpc.render.job import render_engines, render_job
+from primerl_hpc.render.job import SETUP_SCRIPT, render_engines, render_job, render_setup
 from primerl_hpc.render.requests import type_request
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -33,6 +33,7 @@ def script(
 
 def made_run_dir(tmp_path: Path) -> str:
     (tmp_path / "run" / "launch").mkdir(parents=True)
+    (tmp_path / "run" / "launch" / SETUP_SCRIPT).write_text(render_setup(load_profile("virtual").profile))
     return str(tmp_path / "run")
 
 
@@ -133,6 +134,14 @@ FAILING = [
 ]
 
 
+def test_the_file_that_scripts_with_setup_lines_source_passes_shellcheck(tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    path = tmp_path / SETUP_SCRIPT
+    path.write_text(render_setup(load_profile("virtual").profile))
+    subprocess.run(["shellcheck", "--shell=bash", str(path)], check=True)
+
+
 @pytest.mark.parametrize("software, line, status, words", FAILING, ids=lambda value: str(value)[:40])
 def test_a_line_of_the_setup_that_fails_ends_the_script_with_78_and_is_reported(
     tmp_path: Path, software: dict[str, list[str]], line: str, status: int, words: str
@@ -151,8 +160,8 @@ def test_environment_modules_3_report_a_missing_module_with_exit_status_0(tmp_pa
     (tmp_path / "modules.sh").write_text(f'module() {{ echo "{words}" >&2; return 0; }}\n')
     text = script(with_software(modules=["cuda"]), run_dir=made_run_dir(tmp_path), python="/bin/echo")
     path, log = tmp_path / "job.sh", tmp_path / "log"
-    first, rest = text.split("if ! type module", 1)
-    path.write_text(f"{first}source {tmp_path}/modules.sh\nif ! type module{rest}")
+    first, rest = text.split("setup_modules\n", 1)
+    path.write_text(f"{first}source {tmp_path}/modules.sh\nsetup_modules\n{rest}")
     with log.open("wb") as file:
         done = subprocess.run(["bash", str(path)], stdout=file, stderr=file, check=False)
     assert done.returncode == 78 and words in log.read_text()

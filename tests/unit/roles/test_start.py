@@ -11,7 +11,7 @@ import pytest
 
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
-from primerl_hpc.observe.logs.merge import stamp_lines
+from primerl_hpc.observe.merged_logs import stamp_lines
 from primerl_hpc.roles.start import RoleProcess, start_role
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
 

@@ -10,7 +10,7 @@ import pytest
 
 from primerl_hpc.common.errors import TimeoutWaitingError
 from primerl_hpc.common.names import Role
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.recipe.schema.training import TrainerConfig
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir

@@ -17,8 +17,8 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import append_json, read_json_or_none, read_jsonl, write_json
 from primerl_hpc.common.names import Role
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import OnExit
 from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
@@ -159,15 +159,7 @@ def test_online_each_row_table_and_distribution_arrives_once_over_attempts_and_a
     tables = [
         json.loads(data) for name, data in sorted(found.files.items()) if name.startswith("media/table/")
     ]
-    assert tables[0]["columns"] == [
-        "step",
-        "environment",
-        "task",
-        "prompt",
-        "completion",
-        "reward",
-        "advantage",
-    ]
+    assert tables[0]["columns"] == "step environment task prompt completion reward advantage".split()
     assert {(row[0], row[4]) for table in tables for row in table["data"]} == {
         (step, f"c{index}") for step in (2, 4) for index in range(3)
     }

@@ -15,6 +15,7 @@ from primerl_hpc.run.scores import MetricSeries, write_score
 from primerl_hpc.trainer.rl_loop import clean_up, make_best
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver
 from primerl_hpc.transport.weights.best import BestVersions
+from tests.support.helpers import MINIMAL_RL
 from tests.unit.transport.test_weights_delta import write_full
 
 REWARDS = {1: 0.1, 2: 0.9, 3: float("nan"), 4: 0.4, 5: 0.8}
@@ -64,9 +65,7 @@ def test_the_trainer_keeps_the_versions_that_evaluate_best(tmp_path: Path) -> No
     metric = "eval/held-out/reward/mean"
     recipe = parse_recipe(
         {
-            "kind": "rl",
-            "name": "r",
-            "model": {"name": "m"},
+            **MINIMAL_RL,
             "max_steps": 20,
             "environments": {
                 "train": [{"id": "a"}],
@@ -108,9 +107,7 @@ def test_scores_of_an_evaluated_sft_run_are_a_series_of_versions(tmp_path: Path)
 @pytest.mark.parametrize("key", ["stop_when", "weights.keep_best"])
 def test_a_metric_that_does_not_exist_is_refused(key: str, metric: str, message: str) -> None:
     values = {
-        "kind": "rl",
-        "name": "r",
-        "model": {"name": "m"},
+        **MINIMAL_RL,
         "max_steps": 2,
         "environments": {"train": [{"id": "a"}], "eval": [{"id": "b", "name": "held-out"}]},
     }

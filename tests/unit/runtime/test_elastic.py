@@ -15,11 +15,11 @@ import pytest
 
 from primerl_hpc.common.files import read_json, write_json, write_text
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import load_plan
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.endpoints import publish_endpoint, read_endpoint, request_restart
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.elastic.engine_host import EngineHost
-from primerl_hpc.runtime.elastic.members import SILENT_S, ElasticEngines
+from primerl_hpc.runtime.elastic_members import SILENT_S, ElasticEngines
+from primerl_hpc.runtime.engine_host import EngineHost
 from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
 from tests.support.slurm_rows import UNKNOWN_JOB, printed, queue_row, row
@@ -88,12 +88,7 @@ def test_an_engine_without_a_live_host_is_dropped_until_the_host_is_back(run: Ru
     ],
 )
 def test_a_host_ends_with_its_run_and_not_before(
-    run: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    state: RunState,
-    attempt: int,
-    engines: str,
-    is_over: bool,
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: RunState, attempt: int, engines: str, is_over: bool
 ) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     write_json(run.state, {"state": state.value, "attempt": attempt, "phase": "main"})
@@ -184,12 +179,7 @@ def test_engines_of_a_stopped_run_stay_while_slurm_may_start_its_job_again(
     ],
 )
 def test_waiting_engines_leave_the_queue_with_a_run_that_does_not_come_back(
-    run: RunDir,
-    commands: Commands,
-    state: RunState,
-    signals: set[int],
-    is_cancelled: bool,
-    are_dropped: bool,
+    run: RunDir, commands: Commands, state: RunState, signals: set[int], is_cancelled: bool, are_dropped: bool
 ) -> None:
     calls = commands(scancel="exit 0")
     write_json(run.job, {"scheduler": "slurm", "job_id": "9", "attempt": 1, "engines_job_id": "7"})
@@ -211,7 +201,7 @@ def served(run: RunDir, tmp_path: Path) -> Iterator[tuple[RunDir, subprocess.Pop
     log = tmp_path / "host.log"
     with log.open("w") as file:
         host = subprocess.Popen(
-            [sys.executable, "-m", "primerl_hpc.runtime.elastic.engine_host", str(run.root), "0"],
+            [sys.executable, "-m", "primerl_hpc.runtime.engine_host", str(run.root), "0"],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=file,
             text=True,
@@ -269,7 +259,7 @@ def test_an_engine_restarts_with_the_keys_of_a_new_attempt(
 
 
 def test_the_host_of_no_run_ends_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from primerl_hpc.runtime.elastic.engine_host import main
+    from primerl_hpc.runtime.engine_host import main
 
     assert main([str(tmp_path / "none"), "0"]) == 66
     assert "plan.json" in capfd.readouterr().err

@@ -22,9 +22,9 @@ from primerl_hpc.runtime.failures import (
     is_killed_from_outside,
     oom_evidence,
 )
+from primerl_hpc.runtime.step import ExitStatus, Launch
 from primerl_hpc.runtime.steps.oom import counter_file, killed_in_log, read_count
-from primerl_hpc.runtime.types import ExitStatus, Launch
-from tests.support.helpers import ROOT, process_plan, wait_for
+from tests.support.helpers import ROOT, captured, process_plan, wait_for
 
 ECHO = {"rank": 1, "exit_code": 1, "message": "RuntimeError: Connection closed by peer"}
 KILLED = """\
@@ -202,12 +202,8 @@ def memory_group() -> Iterator[Path]:
 
 def run_in(group: Path, *command: str) -> subprocess.CompletedProcess[str]:
     guard = ("-m", "primerl_hpc.runtime.steps.guard", "--", sys.executable, "-c", *command)
-    return subprocess.run(
-        [sys.executable, "-c", JOIN, str(group), *guard],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+    return captured(
+        [sys.executable, "-c", JOIN, str(group), *guard], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
 
 

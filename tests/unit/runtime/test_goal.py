@@ -11,15 +11,10 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.files import append_json, write_json
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.launch.planning.hour_budget import (
-    check_budget,
-    check_new_budget,
-    why_too_small,
-    with_budget,
-)
+from primerl_hpc.launch.planning.hour_budget import check_budget, check_new_budget, why_too_small, with_budget
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.plan.components import allocated_gpus
-from primerl_hpc.plan.types import ComponentPlan, HourBudget, OnExit, load_plan
+from primerl_hpc.plan.plan import ComponentPlan, HourBudget, OnExit, load_plan
 from primerl_hpc.run.ledger.attempts import BudgetStop, used_s
 from tests.support.helpers import make_plan, process_plan
 from tests.unit.runtime.test_supervisor import (
@@ -158,8 +153,5 @@ def test_gpus_of_a_job_are_those_that_slurm_accounts_for(
     node = profile.node.model_copy(update={"gpus": gpus})
     scheduler = profile.scheduler.model_copy(update={"gres": gres})
     profile = profile.model_copy(update={"node": node, "scheduler": scheduler})
-    components = (
-        ComponentPlan(nodes=(0, 1, 2), spare_nodes=spares),
-        ComponentPlan(nodes=(3,), is_cpu=True),
-    )
+    components = (ComponentPlan(nodes=(0, 1, 2), spare_nodes=spares), ComponentPlan(nodes=(3,), is_cpu=True))
     assert allocated_gpus(components, profile) == allocated

@@ -17,10 +17,10 @@ import pytest
 
 from primerl_hpc.common.names import Role
 from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.guard import DEVICE_VARIABLES, descendants_of
 from primerl_hpc.runtime.steps.local import visible_accelerators
-from primerl_hpc.runtime.types import Launch
-from tests.support.helpers import PATIENCE_S, is_alive, process_plan, wait_for
+from tests.support.helpers import PATIENCE_S, captured, is_alive, process_plan, wait_for
 
 GUARD = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--grace", "1", "--"]
 
@@ -163,9 +163,7 @@ def test_processes_that_do_not_exit_are_abandoned_and_named() -> None:
         assert guard.end_descendants(grace_s=0.0) == []
         """  # noqa: E501
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], timeout=PATIENCE_S, check=True, capture_output=True, text=True
-    )
+    done = captured([sys.executable, "-c", code], timeout=PATIENCE_S, check=True)
     assert re.fullmatch(r"guard: cannot end \d+ \(python\S*, state R\)\n", done.stderr)
 
 
@@ -280,7 +278,7 @@ def test_a_step_is_narrowed_to_its_devices_though_the_site_names_none(
         monkeypatch.setenv(name, devices)
     show = ("--devices", "1,2", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     guard = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", *show]
-    assert subprocess.run(guard, capture_output=True, text=True, check=True).stdout.strip() == seen
+    assert captured(guard, check=True).stdout.strip() == seen
 
 
 def test_a_guarded_command_has_the_hard_limits_whatever_the_login_shell_had() -> None:
@@ -288,7 +286,7 @@ def test_a_guarded_command_has_the_hard_limits_whatever_the_login_shell_had() ->
     names = ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_NPROC")
     show = f"import resource as r; print([r.getrlimit(getattr(r, name)) for name in {names}])"
     shell = f"ulimit -S -l 8; ulimit -S -n 256; exec {shlex.join([*GUARD, sys.executable, '-c', show])}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    done = captured(["bash", "-c", shell], check=True)
     limits = ast.literal_eval(done.stdout)
     assert len(limits) == 3 and all(soft == hard for soft, hard in limits)
 

@@ -8,6 +8,7 @@ of ``#SBATCH`` lines by sbatch's own rules, and the argument vectors that srun w
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,17 +23,18 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from primerl_hpc.cluster.directives import options
+from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.validate import unfold
+from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import Plan
 from primerl_hpc.recipe.load import load_recipe, parse_recipe
-from primerl_hpc.render.job import render_job
+from primerl_hpc.render.job import SETUP_SCRIPT, render_job, render_setup
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.srun import srun_command
-from primerl_hpc.runtime.types import Launch
 from tests.support.sbatch import read_directives
 
 SHELL = ("software.setup",)
@@ -134,6 +136,8 @@ def said_by_bash(script: str, folder: Path) -> list[list[str]]:
     """
     script, num_checks = re.subn(r"^exec {run_fd}<.*?^fi$", "run_folder=$run", script, flags=re.M | re.S)
     assert num_checks == 1
+    (folder / SETUP_SCRIPT).write_text(render_setup(load_profile("virtual").profile))
+    script = script.replace(f'"$run_folder"/launch/{SETUP_SCRIPT}', shlex.quote(str(folder / SETUP_SCRIPT)))
     box = folder / "box"
     shutil.rmtree(box, ignore_errors=True)
     box.mkdir()

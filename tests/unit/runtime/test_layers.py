@@ -1,4 +1,4 @@
-"""Imports of the runtime folder run in one direction: supervisor, phase, elastic, job, steps, then the shared
+"""Imports of the runtime folder run in one direction: supervisor, phase, engine host, job, steps, then the shared
 modules."""
 
 from __future__ import annotations
@@ -9,27 +9,19 @@ from pathlib import Path
 import pytest
 
 RUNTIME = Path(__file__).resolve().parents[3] / "primerl_hpc" / "runtime"
+ELASTIC = ("engine_host", "elastic_members")
 ABOVE = {
     "phase": ("supervisor",),
     "phase_files": ("supervisor", "phase"),
-    "elastic": ("supervisor", "phase", "phase_files"),
-    "job": ("supervisor", "phase", "phase_files", "elastic"),
-    "steps": ("supervisor", "phase", "elastic", "job", "context"),
-    "context": ("supervisor", "phase", "elastic", "job", "steps"),
-    "files": ("supervisor", "phase", "elastic", "job", "steps", "context"),
-    "failures": ("supervisor", "phase", "elastic", "job", "steps", "context", "files", "allocation"),
-    "allocation": ("supervisor", "phase", "elastic", "job", "steps", "context", "files", "failures"),
-    "types": (
-        "supervisor",
-        "phase",
-        "elastic",
-        "job",
-        "steps",
-        "context",
-        "files",
-        "failures",
-        "allocation",
-    ),
+    "engine_host": ("supervisor", "phase", "phase_files"),
+    "elastic_members": ("supervisor", "phase", "phase_files", "engine_host"),
+    "job": ("supervisor", "phase", "phase_files", *ELASTIC),
+    "steps": ("supervisor", "phase", *ELASTIC, "job", "context"),
+    "context": ("supervisor", "phase", *ELASTIC, "job", "steps"),
+    "files": ("supervisor", "phase", *ELASTIC, "job", "steps", "context"),
+    "failures": ("supervisor", "phase", *ELASTIC, "job", "steps", "context", "files", "allocation"),
+    "allocation": ("supervisor", "phase", *ELASTIC, "job", "steps", "context", "files", "failures"),
+    "step": ("supervisor", "phase", *ELASTIC, "job", "steps", "context", "files", "failures", "allocation"),
 }
 
 

@@ -17,15 +17,15 @@ import pytest
 
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_json
+from primerl_hpc.common.findings import Finding
+from primerl_hpc.plan.plan import PreflightPlan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import PreflightPlan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.job import node_checks
 from primerl_hpc.runtime.job.gpu_checks import GpuFacts, check_gpus, judge_gpus
 from primerl_hpc.runtime.job.node_checks import (
-    NodeFinding,
     examine,
     judge_clock,
     judge_limits,
@@ -36,7 +36,7 @@ from primerl_hpc.runtime.steps.limits import RAISED
 from tests.support.helpers import PATIENCE_S
 
 
-def levels(findings: list[NodeFinding]) -> dict[str, set[str]]:
+def levels(findings: list[Finding]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for finding in findings:
         found.setdefault(finding.check, set()).add(finding.level)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.names import Role
+from primerl_hpc.plan.plan import OnExit, PhasePlan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import OnExit, PhasePlan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.runtime.allocation import Allocation, smallest
 from primerl_hpc.runtime.job.requeue import decide_continuation
@@ -29,8 +29,8 @@ from primerl_hpc.runtime.policy import (
     ProcessExit,
     RestartDecision,
 )
+from primerl_hpc.runtime.step import ExitStatus, Launch
 from primerl_hpc.runtime.steps.srun import code_of, srun_command
-from primerl_hpc.runtime.types import ExitStatus, Launch
 from primerl_hpc.slurm.commands import parse_time_left
 from tests.support.helpers import make_plan, process_plan
 

@@ -17,7 +17,7 @@ import pytest
 
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json, write_json
-from primerl_hpc.common.node.filesystems import filesystem_of
+from primerl_hpc.common.locks import filesystem_of
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.access.keys import run_keys
@@ -130,9 +130,7 @@ def test_a_scratch_folder_smaller_than_in_the_profile_is_reported(tmp_path: Path
     assert any("1e+09 in the profile" in message for message in found)
 
 
-def test_a_scratch_folder_in_which_sockets_of_engines_have_too_long_paths_is_reported(
-    tmp_path: Path,
-) -> None:
+def test_a_scratch_folder_in_which_sockets_of_engines_have_too_long_paths_is_reported(tmp_path: Path) -> None:
     root = Path(tempfile.mkdtemp(dir="/tmp", prefix="s"))
     try:
         fits = root / ("x" * (LONGEST_SCRATCH - len(str(root)) - 1))

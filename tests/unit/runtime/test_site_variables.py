@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import site
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from primerl_hpc.common import env, package
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.node.filesystems import lock_file
-from primerl_hpc.run.ledger.rows import LedgerRow
-from primerl_hpc.run.ledger.store import append_rows, read_rows
+from primerl_hpc.render.bundle import shell_folder
 from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.runtime.step import Launch
 from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
 from primerl_hpc.runtime.steps.srun import environ_of_job
-from primerl_hpc.runtime.types import Launch
 from tests.support.helpers import ROOT, process_plan, unusable_sft_recipe
 
 
@@ -139,15 +136,6 @@ def test_the_cpus_of_the_shell_in_which_a_run_starts_are_not_those_of_its_steps(
 # -- filesystems without locks
 
 
-@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
-def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, operation: int, *_: int) -> None:
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-
-
 @pytest.mark.usefixtures("no_locks")
 def test_a_process_gets_its_temporary_folder_on_a_filesystem_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,21 +150,22 @@ def test_a_process_gets_its_temporary_folder_on_a_filesystem_without_locks(
     assert tmp.folder.is_dir(), "other processes of the run may use it"
 
 
-@pytest.mark.usefixtures("no_locks")
-def test_the_ledger_is_written_on_a_filesystem_without_locks(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with path.open("a") as file:
-        assert lock_file(file.fileno(), between_nodes=True) is False
-    rows = [LedgerRow(figure="time.step", measured=2.0, predicted=1.0, unit="s", gpu="H100-SXM")]
-    assert append_rows(path, rows) == 1
-    assert [row.measured for row in read_rows(path, warn=print)] == [2.0]
-
-
-def test_other_errors_of_a_lock_are_raised(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        closed = file.fileno()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        lock_file(closed)
+def test_the_tmpdir_of_a_job_that_has_ended_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / "job-17"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp = PrivateTmp.create({"PRIMERL_PRIVATE_TMP": ".p0123456789ab", "TMPDIR": str(ended)})
+    assert tmp is not None and tmp.folder.parent == tmp_path
+    tmp.release()
+    script = f"echo {shell_folder(None)}"
+    bases = [
+        subprocess.run(
+            ["bash", "-uc", script], env={"TMPDIR": str(folder)}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for folder in (tmp_path, ended)
+    ]
+    assert bases == [str(tmp_path), "/tmp"], "where a node unpacks a bundle"
 
 
 # -- locales

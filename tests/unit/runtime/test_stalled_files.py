@@ -20,14 +20,23 @@ import pytest
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json, read_jsonl
 from primerl_hpc.common.names import Role, RunState
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files import journal as journal_module
 from primerl_hpc.runtime.files.journal import Journal
-from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, is_alive, make_plan, process_plan, wait_for
+from tests.support.helpers import (
+    PATIENCE_S,
+    ROOT,
+    TOY_RECIPE,
+    captured,
+    is_alive,
+    make_plan,
+    process_plan,
+    wait_for,
+)
 
-LIBRARY = ROOT / "tools" / "bench" / "stalled_files.c"
+LIBRARY = ROOT / "tests" / "support" / "stalled_files.c"
 SERVE = """
 import sys, time
 from pathlib import Path
@@ -191,5 +200,5 @@ def test_the_exit_of_a_process_does_not_wait_for_a_file_operation() -> None:
         print("given up")
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, cwd=ROOT)
+    done = captured(command, timeout=PATIENCE_S, check=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("given up\n", "")

@@ -30,14 +30,23 @@ from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.one_run import OneRun
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.observe.status.usage import Accounting
-from primerl_hpc.plan.types import OnExit, Plan
+from primerl_hpc.plan.plan import OnExit, Plan
 from primerl_hpc.run.endpoints import rendezvous_name
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files.journal import retry_run_directory
 from primerl_hpc.runtime.steps.guard import descendants_of
 from primerl_hpc.runtime.supervisor import Supervisor
 from primerl_hpc.slurm.jobs import JobFact
-from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, is_alive, make_plan, process_plan, wait_for
+from tests.support.helpers import (
+    PATIENCE_S,
+    ROOT,
+    TOY_RECIPE,
+    captured,
+    is_alive,
+    make_plan,
+    process_plan,
+    wait_for,
+)
 
 PUBLISH = """
 import sys, time
@@ -275,13 +284,7 @@ def test_a_line_of_the_setup_that_failed_is_the_runs_fault_and_no_process_is_sta
         "module load nccl/2.99",
         output,
     )
-    done = subprocess.run(
-        [sys.executable, "-m", *report],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", *report], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == ExitCode.CONFIG, done.stderr
     snapshot = take_snapshot(toy.run)
     words = "failed with exit status 127: module load nccl/2.99: module: command not found"
@@ -869,12 +872,9 @@ def test_a_run_of_another_plan_version_is_refused_in_one_sentence(toy: Toy) -> N
     make_plan(toy.run.root, TOY_RECIPE, processes=toy.processes)
     plan = json.loads(toy.run.plan.read_text())
     write_json(toy.run.plan, {**plan, "version": 99})
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(toy.run.root)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == ExitCode.DATA and done.stderr.count("\n") == 1
     assert read_json_or_none(toy.run.state) is None

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from primerl_hpc.common.files import append_json, read_json, read_jsonl, write_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.observe.follow.follow import RunFollower
+from primerl_hpc.observe.follow import RunFollower
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation, HostGroup, components_started_together
-from primerl_hpc.runtime.elastic.engine_host import EngineHost
+from primerl_hpc.runtime.engine_host import EngineHost
 from primerl_hpc.runtime.job.requeue import WALLTIME, decide_continuation, excluded_hosts
 from primerl_hpc.runtime.job.walltime import HEADROOM, LAST_ROWS, RESERVE_S, Deadline
 from primerl_hpc.runtime.phase import PhaseRun

@@ -32,9 +32,9 @@ from primerl_hpc.runtime.job.nodes import Nodes
 from primerl_hpc.runtime.job.requeue import explain_refused_requeue, requeue
 from primerl_hpc.runtime.phase import PhaseRun
 from primerl_hpc.runtime.process_state import ProcessState
+from primerl_hpc.runtime.step import ExitStatus, Launch, PhaseEnd
 from primerl_hpc.runtime.steps.srun import SrunStep
 from primerl_hpc.runtime.supervisor import Supervisor
-from primerl_hpc.runtime.types import ExitStatus, Launch, PhaseEnd
 from primerl_hpc.slurm import commands as slurm_commands
 from primerl_hpc.slurm.commands import UnansweredError
 from primerl_hpc.slurm.sbatch import find_jobs
@@ -156,9 +156,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    "first, calls_of_sbatch",
-    [(BUSY, 2), (f"{{ take; {BUSY} }}", 1)],
-    ids=["not taken", "taken"],
+    "first, calls_of_sbatch", [(BUSY, 2), (f"{{ take; {BUSY} }}", 1)], ids=["not taken", "taken"]
 )
 def test_the_next_link_is_queued_once_if_sbatch_appears_to_time_out(
     commands: Callable[..., Path],
@@ -229,8 +227,7 @@ def test_a_link_with_unknown_submission_result_is_found_by_resume(
 
 
 @pytest.mark.parametrize(
-    "words, waiting",
-    [("Invalid job id specified", ()), ("Socket timed out on send/recv operation", ("2",))],
+    "words, waiting", [("Invalid job id specified", ()), ("Socket timed out on send/recv operation", ("2",))]
 )
 def test_a_link_unknown_to_slurm_no_longer_counts_as_waiting(
     commands: Callable[..., Path], words: str, waiting: tuple[str, ...]
@@ -276,7 +273,7 @@ def test_a_chain_with_unknown_release_keeps_its_jobs_and_its_folder(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
+    monkeypatch.setattr("primerl_hpc.launch.queue.PATIENCE_S", 0.3)
     calls = commands(**TAKES, scontrol=BUSY, scancel="")
     error = submit_chain(folder, monkeypatch)
     assert isinstance(error, UnansweredError) and "scontrol release 41" in error.hint
@@ -289,7 +286,7 @@ def test_held_jobs_that_cannot_be_cancelled_keep_their_folder_and_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refuses = '[ $call = 2 ] && { echo "sbatch: error: no training on Sundays" >&2; exit 1; }\n'
-    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
+    monkeypatch.setattr("primerl_hpc.launch.queue.PATIENCE_S", 0.3)
     commands(**{**TAKES, "sbatch": refuses + TAKES["sbatch"]}, scontrol="", scancel=BUSY)
     error = submit_chain(folder, monkeypatch)
     assert isinstance(error, UnansweredError)
@@ -315,7 +312,7 @@ def test_a_running_chain_gets_a_stop_request_if_slurm_does_not_answer(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("primerl_hpc.launch.chain.PATIENCE_S", 0.3)
+    monkeypatch.setattr("primerl_hpc.launch.queue.PATIENCE_S", 0.3)
     commands(squeue=BUSY, scancel=BUSY)
     write_json(run.job, {"scheduler": "slurm", "job_id": "1", "attempt": 1, "links": ["1", "2"]})
     write_json(run.state, {"state": "running", "attempt": 1, "job_id": "1"})

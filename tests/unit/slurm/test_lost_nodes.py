@@ -15,8 +15,8 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.phase import PhaseRun
 from primerl_hpc.runtime.process_state import ProcessState
+from primerl_hpc.runtime.step import ExitStatus, Launch, PhaseEnd
 from primerl_hpc.runtime.steps.srun import SrunStep
-from primerl_hpc.runtime.types import ExitStatus, Launch, PhaseEnd
 from tests.support.helpers import process_plan
 from tests.support.slurm_rows import printed, row
 from tests.unit.slurm.test_busy_slurm import commands, end_of_trainer, run  # noqa: F401

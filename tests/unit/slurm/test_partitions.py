@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.errors import SchedulerError
-from primerl_hpc.launch.executor import excess_of, submit_script
+from primerl_hpc.launch.queue import excess_of, submit_script
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.jobs import SEPARATOR
 from primerl_hpc.slurm.partitions import find_excess, parse_partitions

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
-from primerl_hpc.tracking.bench import flatten
-from tests.support.helpers import ROOT
+from primerl_hpc.tracking.bench_result import flatten
+from tests.support.helpers import ROOT, captured
 from tests.support.wandb_server import API_KEY, serve_wandb
 
 LEVEL = {"loop": "closed", "concurrency": 2, "output_tokens_per_s": 80.0, "ttft_s": {"median": 0.25}}
@@ -27,17 +26,14 @@ def test_numbers_of_nested_blocks_are_named_by_their_path() -> None:
 
 def test_each_level_is_a_row_of_a_finished_run(tmp_path) -> None:
     pytest.importorskip("wandb")
-    code = "import json, sys; from primerl_hpc.tracking.bench import send_result\n"
+    code = "import json, sys; from primerl_hpc.tracking.bench_result import send_result\n"
     code += "send_result('speed', 'small-bench', json.loads(sys.argv[1]))"
     with serve_wandb() as server:
         environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": API_KEY, "HOME": str(tmp_path)}
-        done = subprocess.run(
+        done = captured(
             [sys.executable, "-c", code, json.dumps(RESULT)],
             env={**environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
     (run,) = server.runs.values()
@@ -48,18 +44,15 @@ def test_each_level_is_a_row_of_a_finished_run(tmp_path) -> None:
 
 def test_a_refused_key_is_an_error_after_the_result(tmp_path) -> None:
     pytest.importorskip("wandb")
-    code = "from primerl_hpc.tracking.bench import send_result\n"
+    code = "from primerl_hpc.tracking.bench_result import send_result\n"
     code += "from primerl_hpc.common.errors import ConfigError\n"
     code += "try: send_result('speed', 'b', {})\nexcept ConfigError as error: print(error)"
     with serve_wandb() as server:
         environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "short", "HOME": str(tmp_path)}
-        done = subprocess.run(
+        done = captured(
             [sys.executable, "-c", code],
             env={**environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
         )
     assert done.stdout.startswith("W&B refused the result: ") and "set WANDB_API_KEY" in done.stdout, (
         done.stderr

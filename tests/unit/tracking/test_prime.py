@@ -15,7 +15,7 @@ import pytest
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, read_json_or_none
 from primerl_hpc.common.names import Role
-from primerl_hpc.plan.types import OnExit, load_plan
+from primerl_hpc.plan.plan import OnExit, load_plan
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.tracking.base import TargetUnavailableError

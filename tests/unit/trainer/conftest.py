@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.one_rank import one_rank_world
+
 
 @pytest.fixture
 def one_rank() -> Iterator[Any]:
     """The process group of one rank, as a `World`."""
-    import torch
-    import torch.distributed as dist
-
-    from primerl_hpc.recipe.schema.layout import TrainerLayout
-    from primerl_hpc.trainer.parallel.mesh import make_world
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
-    dist.destroy_process_group()
+    with one_rank_world() as world:
+        yield world

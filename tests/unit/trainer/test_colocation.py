@@ -16,9 +16,9 @@ import torch
 from primerl_hpc.common.names import Role, process_name
 from primerl_hpc.recipe.schema.layout import Colocated
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.trainer.colocation import host_copy
-from primerl_hpc.trainer.colocation.host_copy import HostCopy
-from primerl_hpc.trainer.colocation.turns import AlwaysOnDevice, TrainerTurns, make_turns
+from primerl_hpc.trainer import host_copy
+from primerl_hpc.trainer.device_turns import AlwaysOnDevice, TrainerTurns, make_turns
+from primerl_hpc.trainer.host_copy import HostCopy
 from primerl_hpc.trainer.optim.optimizers import Optimizers, state_tensors
 from primerl_hpc.trainer.parallel.mesh import to_local
 from primerl_hpc.trainer.train_step import Trainer, build_trainer

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from primerl_hpc.trainer.parallel import deepep  # noqa: E402
 from primerl_hpc.trainer.parallel.deepep import DeepEPDispatcher  # noqa: E402
 from primerl_hpc.trainer.parallel.dispatch import ExpertDispatcher, TorchDispatcher  # noqa: E402
 from tests.support import deep_ep_on_gloo  # noqa: E402
-from tests.support.helpers import ROOT  # noqa: E402
+from tests.support.helpers import ROOT, captured  # noqa: E402
 from tests.support.spawned_ranks import spawn_ranks  # noqa: E402
 
 NUM_LOCAL = 4
@@ -98,7 +97,7 @@ def check_of(
     if toolkit:
         program(tmp_path / "cuda/bin/nvcc", f"echo Cuda compilation tools, release {toolkit}, V1")
     env = {"PATH": os.environ["PATH"], "PYTHON": str(python), "CUDA_HOME": str(tmp_path / "cuda")}
-    done = subprocess.run([INSTALL, "--check"], env=env, capture_output=True, text=True, check=False)
+    done = captured([INSTALL, "--check"], env=env)
     return done.returncode, done.stderr
 
 

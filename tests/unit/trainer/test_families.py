@@ -64,12 +64,7 @@ def test_layers_of_attention_alone_are_not_refused(family):
     check_layers(decoder_blocks(hf), hf.config, "org/it")
 
 
-@pytest.mark.parametrize(
-    ("family", "what"),
-    [
-        ("doge", "attention_mask to its attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "what"), [("doge", "attention_mask to its attention")])
 def test_scores_that_the_model_would_have_changed_are_refused(family, what):
     register_attention()
     config = AutoConfig.for_model(

@@ -20,7 +20,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files.journal import Journal
 from primerl_hpc.trainer.rl_loop import clean_up
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
-from primerl_hpc.transport.rollouts.types import StepInfo
+from primerl_hpc.transport.rollouts.micro_batch import StepInfo
 from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, WeightWriter
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan, random_row
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.helpers import PATIENCE_S
+from tests.support.helpers import PATIENCE_S, captured
 
 RUN = """
 import json, os, sys
-from primerl_hpc.trainer.host.forked_ranks import fork_ranks
+from primerl_hpc.trainer.forked_ranks import fork_ranks
 import threading
 first, second, third = fork_ranks(3, modules=["fractions"])
 assert os.getpgid(first.pid) in (first.pid, os.getpgrp())
@@ -34,13 +34,7 @@ sys.exit(int(sys.argv[1]))
 def test_a_forked_rank_runs_a_command_as_a_new_process_would(tmp_path: Path) -> None:
     (tmp_path / "ranked.py").write_text(RANKED)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path), str(PATIENCE_S)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-c", RUN, str(tmp_path), str(PATIENCE_S)], env=environment)
     assert done.returncode == 0, done.stderr
     first, second, third, pid = done.stdout.split()
     assert (first, second, third) == ("7", "1", "None")
@@ -65,6 +59,6 @@ def _ends(pid: int) -> bool:
 def test_a_process_with_threads_forks_no_ranks() -> None:
     script = (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start();"
-        "from primerl_hpc.trainer.host.forked_ranks import fork_ranks; assert fork_ranks(2, modules=[]) == []"
+        "from primerl_hpc.trainer.forked_ranks import fork_ranks; assert fork_ranks(2, modules=[]) == []"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
+from primerl_hpc.trainer import host_slabs as host_memory  # noqa: E402
 from primerl_hpc.trainer.checkpoint.saver import Saver  # noqa: E402
-from primerl_hpc.trainer.host import slabs as host_memory  # noqa: E402
-from primerl_hpc.trainer.host.slabs import HostSlabs  # noqa: E402
+from primerl_hpc.trainer.host_slabs import HostSlabs  # noqa: E402
 from primerl_hpc.trainer.model.memory import HostTraffic  # noqa: E402
 from primerl_hpc.trainer.optim.optimizers import Optimizers  # noqa: E402
 from primerl_hpc.trainer.setup import use_deterministic_algorithms  # noqa: E402

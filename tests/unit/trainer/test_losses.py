@@ -30,9 +30,9 @@ from primerl_hpc.trainer.losses import (  # noqa: E402
     step_loss,
     try_loss,
 )
-from primerl_hpc.trainer.losses.components import metric_sums, mismatch_kl  # noqa: E402
 from primerl_hpc.trainer.losses.custom import CustomLossError  # noqa: E402
-from primerl_hpc.trainer.losses.ref_kl import ref_kl  # noqa: E402
+from primerl_hpc.trainer.losses.policy_losses import ref_kl  # noqa: E402
+from primerl_hpc.trainer.losses.step_loss import metric_sums, mismatch_kl  # noqa: E402
 from primerl_hpc.trainer.parallel.mesh import make_world  # noqa: E402
 from primerl_hpc.trainer.train_step import build_trainer  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from primerl_hpc.trainer.model.families import file_tensors  # noqa: E402
 from primerl_hpc.trainer.model.policy import build_policy  # noqa: E402
 from tests.support.helpers import small_sft  # noqa: E402
+from tests.support.one_rank import one_rank_world  # noqa: E402
 from tests.support.packed_rows import make_samples, packed_logprobs, plain_logprobs  # noqa: E402
 from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, make_family  # noqa: E402
 
@@ -31,14 +32,8 @@ LENGTH = 34
 @pytest.fixture(scope="module")
 def rank() -> Any:
     """The process group of one rank for all families."""
-    import torch.distributed as dist
-
-    from primerl_hpc.recipe.schema.layout import TrainerLayout
-    from primerl_hpc.trainer.parallel.mesh import make_world
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield make_world(TrainerLayout(), torch.device("cpu"), local_rank=0, local_size=1)
-    dist.destroy_process_group()
+    with one_rank_world() as world:
+        yield world
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
 from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
 from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, shares_of
-from tests.support.helpers import PATIENCE_S, ROOT, make_tiny_model
+from tests.support.helpers import PATIENCE_S, ROOT, captured, make_tiny_model
 from tests.support.hub import serve_hub
 
 
@@ -299,12 +299,8 @@ def test_subsets_and_splits_of_a_dataset_on_the_hub_are_read(tmp_path):
         {"path": "org/other"},
     ]
     with serve_hub({"org/rows": {"README.md": CARD.encode(), **files}}) as url:
-        done = subprocess.run(
-            [sys.executable, "-c", READ, json.dumps(asked)],
-            env=online(url, tmp_path),
-            capture_output=True,
-            text=True,
-            check=True,
+        done = captured(
+            [sys.executable, "-c", READ, json.dumps(asked)], env=online(url, tmp_path), check=True
         )
     *found, no_subset, no_dataset = map(json.loads, done.stdout.splitlines())
     assert found == [["a", "b", "c"], ["d"], ["e"]]

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from primerl_hpc.common.model_families import FAMILIES  # noqa: E402
 from primerl_hpc.recipe.schema.training import LoRA  # noqa: E402
 from primerl_hpc.trainer.model.families import decoder_blocks  # noqa: E402
 from primerl_hpc.trainer.model.lora import attach_adapters  # noqa: E402
 from primerl_hpc.trainer.model.recurrent.by_sample import run_by_sample, state_layer  # noqa: E402
 from primerl_hpc.trainer.model.recurrent.shared_rows import HeadPart, channels_of, heads_of  # noqa: E402
 from primerl_hpc.trainer.parallel.context import Context, make_packing  # noqa: E402
-from primerl_hpc.transport.base_models.families import STATEFUL  # noqa: E402
 from tests.support.tiny_models import COMMON, MORE_FAMILIES  # noqa: E402
 
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
@@ -49,7 +49,7 @@ def layer_of(family: str) -> Any:
     return next(layer for block in blocks if (layer := state_layer(block)) is not None)
 
 
-@pytest.mark.parametrize("family", sorted(STATEFUL))
+@pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if family.has_state))
 def test_heads_of_released_models_are_divided_among_up_to_16_ranks(family: str) -> None:
     layer = layer_of(family)
     heads = heads_of(layer)

@@ -28,10 +28,7 @@ def report(
     rank: int, *collectives: tuple[str, int, bool], location: str = "sft_data.py:7 (next)"
 ) -> HangReport:
     return HangReport(
-        rank,
-        "step 1",
-        location,
-        {str(index): Collective(*each) for index, each in enumerate(collectives)},
+        rank, "step 1", location, {str(index): Collective(*each) for index, each in enumerate(collectives)}
     )
 
 
@@ -58,11 +55,7 @@ def report(
             [],
             "ranks 0, 1 waited in all_reduce (number 4), and no rank is missing",
         ),
-        (
-            [report(0, ("all_reduce", 3, True))],
-            [1],
-            "rank 0 at sft_data.py:7 (next); rank 1 did not respond",
-        ),
+        ([report(0, ("all_reduce", 3, True))], [1], "rank 0 at sft_data.py:7 (next); rank 1 did not respond"),
     ],
     ids=["absent", "silent", "other-collective", "all-inside", "none-inside"],
 )

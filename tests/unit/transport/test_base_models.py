@@ -105,6 +105,12 @@ def test_the_share_of_a_node_that_never_comes_is_read_from_the_shared_folder(
     assert (copy / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("no_locks")
+def test_a_model_is_copied_on_a_filesystem_without_locks(model: Path, run: RunDir, tmp_path: Path) -> None:
+    copies = [staging.stage(model, tmp_path / "node", meeting(run, 1, 0)) for _ in range(2)]
+    assert copies[0] == copies[1] and (copies[0] / "config.json").read_text() == "{}"
+
+
 def test_a_damaged_shared_file_is_refused_and_the_shared_folder_is_used(
     model: Path,
     run: RunDir,

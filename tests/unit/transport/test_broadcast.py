@@ -30,7 +30,7 @@ from primerl_hpc.transport.weights.broadcast import (
     read_group,
     read_offer,
 )
-from primerl_hpc.transport.weights.types import BroadcastOffer, RankAssignment, from_body, to_body
+from primerl_hpc.transport.weights.sources import BroadcastOffer, RankAssignment, from_body, to_body
 from tests.support.helpers import PATIENCE_S
 from tests.unit.orchestrator.test_fleet import serving
 from tests.unit.transport.test_weights_delta import write_full
@@ -122,8 +122,7 @@ def test_every_member_receives_every_tensor_bit_for_bit_version_after_version(
 
 
 @given(
-    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=12),
-    bucket_bytes=st.sampled_from([16, 48, 160]),
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=12), bucket_bytes=st.sampled_from([16, 48, 160])
 )
 def test_no_bucket_is_larger_than_the_bound_and_no_byte_is_missing(
     sizes: list[int], bucket_bytes: int
@@ -177,8 +176,7 @@ def test_a_member_needs_memory_for_two_buckets_and_one_tensor(
 
 
 def test_a_missing_member_is_awaited_no_longer_than_the_time_limit(
-    keys: RunKeys,
-    monkeypatch: pytest.MonkeyPatch,
+    keys: RunKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast_group, "JOIN_S", 5.0)
     store = serve_store(keys, "weights", "127.0.0.1")
@@ -231,8 +229,7 @@ def test_a_sender_stops_when_a_member_fails_between_buckets(
 
 
 def test_an_nccl_group_waits_on_the_host_without_torchs_watchdog(
-    keys: RunKeys,
-    monkeypatch: pytest.MonkeyPatch,
+    keys: RunKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait without a limit only orders streams, and torch's watchdog ends the process instead of the group."""
     made: list[tuple[str | None, timedelta]] = []

@@ -15,12 +15,8 @@ from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
 from primerl_hpc.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender, rank_file
-from primerl_hpc.transport.rollouts.types import MicroBatch, StepInfo
-from primerl_hpc.transport.weights.filesystem import (
-    FilesystemWeightReader,
-    WeightWriter,
-    prune_weights,
-)
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, StepInfo
+from primerl_hpc.transport.weights.filesystem import FilesystemWeightReader, WeightWriter, prune_weights
 from tests.support.checksums import verify_checksums
 from tests.support.helpers import PATIENCE_S, random_row
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import read_json
 from primerl_hpc.inference.worker.mirror import Mirror
 from primerl_hpc.run.rundir import RunDir
@@ -17,7 +17,7 @@ from primerl_hpc.run.step_dirs import STABLE
 from primerl_hpc.transport.weights.delta import DeltaWeightReader, LinkWriter, prune_chains
 from primerl_hpc.transport.weights.delta_codec import encode
 from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter
-from primerl_hpc.transport.weights.types import from_body, to_body
+from primerl_hpc.transport.weights.sources import from_body, to_body
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -49,8 +49,7 @@ def write_link(run: RunDir, version: int) -> None:
     old, new = contents(version - 1), contents(version)
     entries = [
         link.write(
-            name,
-            encode(np.frombuffer(old[name], np.uint8), np.frombuffer(new[name], np.uint8), word_bytes=2),
+            name, encode(np.frombuffer(old[name], np.uint8), np.frombuffer(new[name], np.uint8), word_bytes=2)
         )
         for name in SHARDS
         if old[name] != new[name]
@@ -189,6 +188,12 @@ def test_an_engine_follows_the_links_and_reads_a_full_version_once(run: RunDir, 
 def test_an_engine_that_joins_late_begins_with_the_nearest_full_version(run: RunDir, mirror: Mirror) -> None:
     (run.delta_step(3) / f"{SHARDS[0]}.delta").unlink()  # a link before the full version
     assert_serves(mirror.update_to(DeltaWeightReader(run).open(6, "me"), 6), 6)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_mirror_on_a_filesystem_without_locks_is_refused(run: RunDir, mirror: Mirror) -> None:
+    with pytest.raises(ConfigError, match="without file locks, which the workers of an engine need"):
+        mirror.update_to(DeltaWeightReader(run).open(1, "me"), 1)
 
 
 def test_a_mirror_copies_an_older_version(run: RunDir, mirror: Mirror) -> None:

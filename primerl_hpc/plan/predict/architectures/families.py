@@ -1,7 +1,7 @@
-"""Table of model families: ``model_type`` of config.json → the layers that its config.json describes.
+"""The layers of model families: ``model_type`` of config.json → the layers that its config.json describes.
 
-To add a family, add an entry to `FAMILIES`, and its configuration to ``tests/unit/plan/predict/test_shape.py``, which
-compares the number of parameters with transformers' own model.
+To add a family of the table in `common/model_families.py`, add an entry to `ARCHITECTURES`, and its configuration to
+``tests/unit/plan/predict/test_shape.py``, which compares the number of parameters with transformers' own model.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ QWEN3_5 = Family(
 )
 QWEN3_5_MOE = replace(QWEN3_5, experts=QWEN_SHARED, is_sparse=all_layers)
 
-FAMILIES: Mapping[str, Family] = {
+ARCHITECTURES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "ministral3": MISTRAL,

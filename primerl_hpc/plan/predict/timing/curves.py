@@ -4,8 +4,8 @@ A curve holds ``utilization = speed of light / measured time`` on a grid, never 
 is smooth where times are not. The speed of light of an operation is the larger of FLOP / peak and bytes / bandwidth.
 Interpolation is linear in the logarithms; outside a grid its edge counts.
 
-Sources: tables of vLLM 0.14–0.24 and NCCL in aiconfigurator-core 0.12.0 (Apache-2.0), reduced by
-tools/bench/distill_hardware.py; the method follows its documentation of "util space".
+Sources: tables of vLLM 0.14–0.24 and NCCL in aiconfigurator-core 0.12.0 (Apache-2.0, see NOTICE); the method
+follows its documentation of "util space".
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.node.exiting import exit_process
+from primerl_hpc.common.waiting import Polling
 from primerl_hpc.run.ports import listen_host, set_collective_interfaces
 from primerl_hpc.runtime.job.network.bandwidth import NUM_ELEMENTS, measure_pairs, read_file, write_file
 from primerl_hpc.runtime.job.network.reach import Listener, connect_to
@@ -53,13 +54,12 @@ class NodeExchange:
     def exchange(self, part: str, value: Any) -> list[Any]:
         """Write this node's value and return those of all nodes; None for a node that wrote none in time."""
         write_json(self.file(part, self.index), {"value": value})
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            os.listdir(self.request.parent)  # refreshes the cache of a network filesystem
-            found = [read_json_or_none(self.file(part, index)) for index in range(self.count)]
-            if None not in found or time.monotonic() > deadline:
-                return [None if row is None else row["value"] for row in found]
-            time.sleep(POLL_S)
+        rows = Polling(self.timeout_s, POLL_S).last(lambda: self._rows(part), lambda rows: None not in rows)
+        return [None if row is None else row["value"] for row in rows]
+
+    def _rows(self, part: str) -> list[Any]:
+        os.listdir(self.request.parent)  # refreshes the cache of a network filesystem
+        return [read_json_or_none(self.file(part, index)) for index in range(self.count)]
 
 
 def main(argv: list[str]) -> int:

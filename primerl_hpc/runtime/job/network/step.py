@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.plan.types import SumsPlan
+from primerl_hpc.plan.plan import SumsPlan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.job.network.schedule import slow_nodes

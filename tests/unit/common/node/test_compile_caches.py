@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.node.compile_caches import CompileCaches, accelerator_facts, cache_key
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
-from tests.support.helpers import PATIENCE_S, ROOT
+from tests.support.helpers import PATIENCE_S, ROOT, captured
 
 COMPILE = """
 import json, os, sys, tempfile
@@ -54,11 +53,9 @@ def compile_in_jobs(folders: list[Path], store: Path) -> list[dict[str, float]]:
         env.PRIVATE_TMP: "x",
         env.COMPILE_STORE: json.dumps({"folder": str(store), "max_gib": 1}),
     }
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", COMPILE, json.dumps(jobs)],
         env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
         check=True,
         timeout=PATIENCE_S,
     )
@@ -113,6 +110,13 @@ def test_text_files_name_the_folder_of_the_new_job(tmp_path: Path) -> None:
     )
     put(second, "triton/y/l.cubin", b"")
     assert second.save()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_caches_are_kept_on_a_filesystem_without_locks(tmp_path: Path) -> None:
+    first, second = caches(tmp_path, "job-1"), caches(tmp_path, "job-2")
+    put(first, "inductor/a", b"a")
+    assert first.save() and second.restore() and set(second.files()) == {"inductor/a"}
 
 
 def test_archives_that_others_can_write_are_ignored(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from primerl_hpc.common.node import transformers_folders
 from primerl_hpc.common.node.transformers_folders import cache_file, decode, encode
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 STRUCTURE = {
     frozenset(): {"cache": {"Cache"}},
@@ -44,12 +43,9 @@ print(sum("models" in name for name in opened))
 
 
 def count_opened(caches: Path, mode: str) -> int:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", COMPARE, mode],
         env={**os.environ, "XDG_CACHE_HOME": str(caches), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.splitlines()[-1])

@@ -10,12 +10,8 @@ import pytest
 
 from primerl_hpc.inference.load.client import LoadClient, note_data
 from primerl_hpc.inference.load.levels import draw_requests, measure_levels, run_closed, run_open
-from primerl_hpc.inference.load.timing import (
-    RequestTimes,
-    summarize_engines,
-    summarize_requests,
-)
-from primerl_hpc.plan.bench import TOKEN_IDS, LoadRequest
+from primerl_hpc.inference.load.timing import RequestTimes, summarize_engines, summarize_requests
+from primerl_hpc.plan.bench_plans import TOKEN_IDS, LoadRequest
 from tests.support.api import Request, serve
 from tests.support.helpers import PATIENCE_S
 

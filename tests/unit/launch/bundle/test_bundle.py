@@ -19,13 +19,13 @@ from primerl_hpc.launch.bundle.environment import inspect_environment
 from primerl_hpc.launch.bundle.formats import WRITERS, Format, choose_format
 from primerl_hpc.launch.bundle.inspect_python import inspect
 from primerl_hpc.launch.bundle.manifest import manifest_path, note_changes, plan_bundle, read_manifest
-from primerl_hpc.launch.submission import make_scripts, with_bundle
+from primerl_hpc.launch.compose import make_scripts, with_bundle
+from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BUNDLE_PYTHON, BundlePlan, Plan, with_interpreter
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import BUNDLE_MANIFEST, BUNDLE_PYTHON, BundlePlan, Plan, with_interpreter
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.render.bundle import render_unpack
 from tests.support.forked_commands import run_command
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 from tests.support.small_environment import make_environment
 from tests.support.stranger import as_stranger
 
@@ -51,14 +51,7 @@ def unpack(
     """Run the script of a node; without scratch it unpacks into ``folder``."""
     script = render_unpack(plan, owner="a test", scratch=scratch, may_be_shared=may_be_shared)
     arguments = [str(folder)] if scratch is None else []
-    return subprocess.run(
-        ["bash", "-s", *arguments],
-        input=script,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environ},
-    )
+    return captured(["bash", "-s", *arguments], input=script, env={**os.environ, **environ})
 
 
 def planned(bundle: Path, **changes: object) -> BundlePlan:
@@ -88,9 +81,7 @@ def test_an_unpacked_bundle_needs_nothing_of_its_environment(
             " sysconfig.get_path('include')]))\n"
             "print(open('/proc/self/maps').read())"
         )
-        said = subprocess.run(
-            [str(moved / "bin" / "python"), "-I", "-c", code], capture_output=True, text=True, check=True
-        )
+        said = captured([str(moved / "bin" / "python"), "-I", "-c", code], check=True)
         first, _, maps = said.stdout.partition("\n")
         folders = json.loads(first)
         base = str(
@@ -252,7 +243,7 @@ def test_a_damaged_archive_is_found_when_it_is_tried(bundle: Path, tmp_path: Pat
 
 
 def test_environments_that_are_incomplete_elsewhere_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a Python interpreter"):
+    with pytest.raises(ConfigError, match="/bin/false cannot be run here"):
         inspect_environment("/bin/false")
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "v")],

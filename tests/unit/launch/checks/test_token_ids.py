@@ -7,6 +7,7 @@ import pytest
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.checks.token_ids import check_token_ids
+from primerl_hpc.launch.planning.model_config import load_config
 from primerl_hpc.recipe.load import parse_recipe
 from tests.support.hub import cache_model
 
@@ -36,7 +37,7 @@ def check(folder: Path, contents: dict[str, bytes], renderer: str = "qwen3", **f
         "max_steps": 1,
         "sft": {"data": {"path": "x.jsonl"}},
     }
-    check_token_ids(parse_recipe(values | fields), {})
+    check_token_ids(parse_recipe(values | fields), load_config(str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -83,4 +84,6 @@ def test_a_tokenizer_in_the_hub_cache_is_compared_with_the_model_and_the_teacher
         "teacher": {"model": {"name": "org/teacher", "renderer": {"name": "chatml"}}},
     }
     with pytest.raises(ConfigError, match="with id 100, but model org/teacher has 100 embeddings"):
-        check_token_ids(parse_recipe(values), {"HF_HUB_CACHE": str(tmp_path / "hub")})
+        check_token_ids(
+            parse_recipe(values), load_config("org/student", {"HF_HUB_CACHE": str(tmp_path / "hub")})
+        )

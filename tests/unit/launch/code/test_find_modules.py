@@ -68,13 +68,10 @@ def test_namespace_packages_and_unreadable_source_do_not_stop_the_search(tmp_pat
     }
 
 
-def test_it_runs_as_a_script_of_an_interpreter_that_has_nothing_installed(library: Path) -> None:
-    question = {"packages": ["my_env_a6"], "imports": [], "folders": [str(library)]}
+def test_it_runs_in_an_interpreter_that_has_nothing_installed(library: Path) -> None:
+    call = f"find_modules(['my_env_a6'], [], [{str(library)!r}])"
+    code = f"{Path(script.__file__).read_text()}\nimport json\nprint(json.dumps({call}))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", Path(script.__file__).read_text()],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == find_modules(["my_env_a6"], [], [str(library)])

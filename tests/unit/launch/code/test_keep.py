@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -18,21 +17,13 @@ from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.package import PACKAGE_ZIP
 from primerl_hpc.launch.code import sources
-from primerl_hpc.launch.code.keep import (
-    LIVE,
-    CodeChoice,
-    choose_code,
-    code_root,
-    complete_copies,
-    has_copy,
-)
+from primerl_hpc.launch.code.keep import LIVE, CodeChoice, choose_code, code_root, complete_copies, has_copy
 from primerl_hpc.launch.code.package_zip import write_package
-from primerl_hpc.launch.prepare import job_script
 from primerl_hpc.launch.submit import change_job, renew_scripts
-from primerl_hpc.plan.types import Plan, load_plan
+from primerl_hpc.plan.plan import Plan, load_plan
 from primerl_hpc.run.access.ownership import executed_paths
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import ROOT, unusable_model
+from tests.support.helpers import ROOT, captured, unusable_model
 
 RECIPE = """\
 kind: rl
@@ -78,8 +69,8 @@ def test_the_package_is_copied_and_the_script_runs_the_copy(run: RunDir) -> None
         assert all(copy.read(str(path.relative_to(ROOT))) == path.read_bytes() for path in package)
     assert {f"{path.relative_to(ROOT)}c" for path in package} <= names, "compiled"
     assert any("/known_models/" in name for name in names), "data files of the package"
-    assert f'export PYTHONPATH="$run_folder"/code/1/{PACKAGE_ZIP}${{PYTHONPATH' in job_script(run).read_text()
-    assert str(ROOT) not in job_script(run).read_text().replace(sys.executable, "")
+    assert f'export PYTHONPATH="$run_folder"/code/1/{PACKAGE_ZIP}${{PYTHONPATH' in run.job_script.read_text()
+    assert str(ROOT) not in run.job_script.read_text().replace(sys.executable, "")
 
 
 def test_a_run_has_few_files(run: RunDir) -> None:
@@ -99,8 +90,8 @@ def test_each_role_gets_the_modules_that_its_interpreter_finds(run: RunDir) -> N
     assert manifest["roles"] == {"trainer": "modules/1"}
     assert {module["name"] for module in manifest["modules"]} == {"my_losses", "my_helper"}
     code = (
-        "import sys; from pathlib import Path; from primerl_hpc.plan.types import load_plan\n"
-        "from primerl_hpc.run.rundir import RunDir; from primerl_hpc.runtime.types import Launch\n"
+        "import sys; from pathlib import Path; from primerl_hpc.plan.plan import load_plan\n"
+        "from primerl_hpc.run.rundir import RunDir; from primerl_hpc.runtime.step import Launch\n"
         "from primerl_hpc.run.access.keys import renew_keys\n"
         "run = RunDir(Path(sys.argv[1])); phase = load_plan(run).phases[-1]; renew_keys(run, 1)\n"
         "for role in sys.argv[2:]:\n"
@@ -109,13 +100,10 @@ def test_each_role_gets_the_modules_that_its_interpreter_finds(run: RunDir) -> N
     )
     root = code_root(run)
     assert root is not None
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", code, str(run.root), Role.TRAINER.value, Role.ORCHESTRATOR.value],
         env={**os.environ, "PYTHONPATH": root, "PYTHONSAFEPATH": "1"},
         cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
     )
     trainer, orchestrator = done.stdout.splitlines() or [done.stderr, ""]
     assert trainer.split(":")[:2] == [root, str(run.code_copy(1) / "modules/1")], done.stderr
@@ -150,7 +138,7 @@ def test_the_package_of_an_environment_is_copied_without_its_tests_and_outputs(h
 def test_live_code_writes_no_copy(here: Path) -> None:
     run = submit("--live-code")
     assert not run.code.exists() and read_json(run.provenance)["runs_code"] == LIVE
-    assert f"export PYTHONPATH={ROOT}" in job_script(run).read_text()
+    assert f"export PYTHONPATH={ROOT}" in run.job_script.read_text()
 
 
 def edit(run: RunDir, here: Path) -> Plan:
@@ -197,7 +185,7 @@ def test_the_copy_of_a_run_of_an_earlier_version_is_a_folder(
     (copy / PACKAGE_ZIP).unlink()
     assert code_root(run) == str(copy)
     change_job(run, ["scheduler.time=60"])
-    script = job_script(run).read_text()
+    script = run.job_script.read_text()
     assert 'export PYTHONPATH="$run_folder"/code/1${PYTHONPATH' in script
     assert '"$run_folder"/code/1/primerl_hpc ' in script, "checked before it is executed"
 

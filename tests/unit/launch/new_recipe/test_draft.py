@@ -13,10 +13,10 @@ import pytest
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.common.names import Kind
+from primerl_hpc.launch.compose import plan_run
 from primerl_hpc.launch.new_recipe.draft import Draft, make_draft, write_draft
 from primerl_hpc.launch.new_recipe.request import KINDS, METHODS, NEEDS, RecipeRequest
 from primerl_hpc.launch.planning.forecast import refuse_misfit
-from primerl_hpc.launch.submission import preview
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.predict.shape import known_config
 from primerl_hpc.recipe.load import load_recipe
@@ -54,7 +54,8 @@ def on_one_node() -> Draft:
 )
 def test_what_is_written_plans_and_fits_and_uses_the_gpus(kind: Any, model: str, gpus: int) -> None:
     draft = make_draft(request(kind, model, gpus=gpus))
-    plan, forecast = preview(draft.loaded, draft.request.profile, [])
+    planned = plan_run(draft.loaded, draft.request.profile, missing=[])
+    plan, forecast = planned.plan, planned.forecast
     refuse_misfit(forecast)
     assert draft.sized is not None and len(plan.nodes) == max(1, gpus // 8)
     used = {

@@ -13,9 +13,9 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, read_json, write_json, write_text
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.planning.advice import advice_for, min_trainer_units, refresh, replan, shape_of
+from primerl_hpc.plan.plan import Plan, load_plan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.plan.simulation.advisor import UnitSplit
-from primerl_hpc.plan.types import Plan, load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.job.auto_split import apply_advised_split

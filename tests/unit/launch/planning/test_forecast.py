@@ -20,7 +20,7 @@ from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError
 from primerl_hpc.launch.planning.alternatives import parse_nodes
 from primerl_hpc.launch.planning.forecast import read_lengths
-from primerl_hpc.launch.planning.model_config import find_config, find_shape
+from primerl_hpc.launch.planning.model_config import find_config, load_config
 from primerl_hpc.plan.predict.shape import known_config
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
@@ -104,7 +104,7 @@ def test_an_unreadable_or_absurd_config_is_one_sentence(
     if content is not None:
         (here / "model" / "config.json").write_text(content)
     with pytest.raises(ConfigError) as caught:
-        find_shape(name)
+        _ = load_config(name).shape
     assert expected.format(name=name) in str(caught.value)
     assert "\n" not in str(caught.value)
     write(here, name)
@@ -130,7 +130,7 @@ def test_a_hub_cache_that_recipe_or_profile_sets_is_read(here: Path, where: str)
 )
 def test_only_a_hub_id_is_offered_for_download(here: Path, name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_shape(name)
+        _ = load_config(name).shape
     assert caught.value.hint == hint
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primerl_hpc.plan.types import PredictionRecord
+from primerl_hpc.plan.plan import PredictionRecord
 from primerl_hpc.run.ledger.rows import LedgerRow
 from primerl_hpc.run.ledger.store import append_rows, user_ledger
 from tests.unit.launch.planning.test_forecast import H100, here, run

@@ -13,7 +13,7 @@ from primerl_hpc.common.names import Role
 from primerl_hpc.launch.planning.advice import refresh
 from primerl_hpc.observe.status.predicted import sentence, table_rows
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.plan.types import AppliedCorrection, PredictedFigure, PredictionRecord, load_plan
+from primerl_hpc.plan.plan import AppliedCorrection, PredictedFigure, PredictionRecord, load_plan
 from primerl_hpc.run.ledger.store import read_rows, user_ledger
 from primerl_hpc.run.rundir import RunDir
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
@@ -83,6 +83,14 @@ def test_each_measured_figure_is_recorded_once_for_the_run_and_for_the_user(tmp_
     before = (run.ledger.read_bytes(), user_ledger().read_bytes())
     refresh(run)
     assert (run.ledger.read_bytes(), user_ledger().read_bytes()) == before
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_figures_are_recorded_on_a_filesystem_without_locks(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", RECORD)
+    refresh(run)
+    rows = read_rows(run.ledger, warn=pytest.fail)
+    assert rows and rows == read_rows(user_ledger(), warn=pytest.fail)
 
 
 def test_an_attempt_is_recorded_when_it_has_ended(tmp_path: Path) -> None:

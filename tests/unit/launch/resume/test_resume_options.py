@@ -16,8 +16,8 @@ from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.launch.resume import rewind as rewinding
 from primerl_hpc.launch.resume.changes import change_recipe
 from primerl_hpc.launch.resume.rewind import check_step, rewind
+from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import load_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
@@ -169,7 +169,8 @@ def test_a_changed_key_is_in_the_plan_and_recorded_with_the_step(run: RunDir) ->
         ("max_steps=4", "max_steps=4: the run continues after step 6"),
         ("max_steps=many", "max_steps"),
         ("optimizer.lr=-1", "optimizer.lr"),
-        ("optimizer.rate=1", "optimizer.rate cannot change at a resume"),
+        ("optimizer.rate=1", "unknown key 'optimizer.rate'"),
+        ("model.name=x", "model.name cannot change at a resume"),
     ],
 )
 def test_other_keys_and_wrong_values_leave_the_plan_unchanged(run: RunDir, change: str, words: str) -> None:

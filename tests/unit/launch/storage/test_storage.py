@@ -18,15 +18,14 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import DataError, ExitCode, OccupiedError
 from primerl_hpc.common.files import read_json, write_json, write_text
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.prepare import clear_run_dir
 from primerl_hpc.launch.resume.rewind import rewind
 from primerl_hpc.launch.storage.archive import archive_run, verify
 from primerl_hpc.launch.storage.overwrite import find_earlier
 from primerl_hpc.launch.storage.prune import PrunePolicy, choose, delete
 from primerl_hpc.launch.storage.usage import measure_run
-from primerl_hpc.launch.submit import prepare_run
+from primerl_hpc.launch.submit import clear_run_dir, prepare_run
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.plan.types import OnExit
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.access.elsewhere import MARKER, delete_parts
 from primerl_hpc.run.access.ownership import check_own

@@ -27,12 +27,12 @@ from primerl_hpc.observe.inside.engine_traces import count_since, read_iteration
 from primerl_hpc.observe.inside.profiles import missing_traces
 from primerl_hpc.observe.inside.stacks import collect_stacks, parse_stacks
 from primerl_hpc.observe.inside.steps import Place, all_places, mpi_option, step_command, step_environ
-from primerl_hpc.plan.types import OnExit
+from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.steps.stacks import blocked_threads, state_of, waited_path
 from tests.support.helpers import TOY_RECIPE as TOY
-from tests.support.helpers import make_plan, process_plan, wait_for
+from tests.support.helpers import captured, make_plan, process_plan, wait_for
 from tests.support.terminal import Terminal
 from tests.unit.runtime.test_supervisor import PUBLISH, SERVE, UNTIL_STOPPED, Toy, toy  # noqa: F401 (a fixture)
 
@@ -264,17 +264,11 @@ def test_top_starts_a_pane_for_each_role_before_the_run_starts(
 
         def pane_text(number: int) -> str:
             target = f"primerl-first-run-and-1:second.{number}"
-            return subprocess.run(
-                ["tmux", "capture-pane", "-p", "-t", target], capture_output=True, text=True, check=False
-            ).stdout
+            return captured(["tmux", "capture-pane", "-p", "-t", target]).stdout
 
         log = roots[1] / "logs" / "attempt_1" / "trainer-0.log"
         log.write_text("12:00:00 trainer step 1\n")
-        base = int(
-            subprocess.run(
-                ["tmux", "show-options", "-gv", "pane-base-index"], capture_output=True, text=True, check=True
-            ).stdout
-        )
+        base = int(captured(["tmux", "show-options", "-gv", "pane-base-index"], check=True).stdout)
         wait_for(lambda: "step 1" in pane_text(base), tell=lambda: pane_text(base))
         assert not json.loads(command(*words).stdout)["is_new"], "the session exists"
         assert "letters, digits" in str(command("top", str(roots[0]), "--session", "a:b").exception)

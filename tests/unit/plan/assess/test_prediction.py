@@ -251,10 +251,7 @@ def test_a_trainer_whose_interval_exceeds_the_gpu_is_a_warning() -> None:
 
 
 def test_elastic_engines_cost_the_gpus_of_their_jobs() -> None:
-    layout = {
-        "inference": {"elastic": True, "replicas": 5, "tensor_parallel": 2},
-        "trainer": {"nodes": 2},
-    }
+    layout = {"inference": {"elastic": True, "replicas": 5, "tensor_parallel": 2}, "trainer": {"nodes": 2}}
     case, _ = case_of(layout=layout)
     profile = load_profile("h100x64").profile
     plan = compile_plan(case.recipe, profile, run_dir="/r", python="python")

@@ -11,6 +11,7 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.planning.alternatives import compare_layouts
 from primerl_hpc.launch.planning.forecast import case_for, decide_auto, forecast_plan, refuse_misfit, space_of
+from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.choice import apply_choice, choice_of
 from primerl_hpc.plan.assess.prediction import predict
 from primerl_hpc.plan.assess.remedy import smallest_change
@@ -33,17 +34,17 @@ def with_prefill(prefill: dict[str, Any], model: str = EIGHT_B, **more: Any) -> 
 
 def forecast_of(recipe: Recipe, nodes: int = 8):
     profile = load_profile("h100x64", overrides=[f"nodes={nodes}"]).profile
-    decided, _ = decide_auto(recipe, profile)
+    decided, _ = decide_auto(recipe, profile, read_model(recipe, profile))
     plan = compile_plan(decided, profile, run_dir="/r", python="python")
-    return plan, forecast_plan(plan, profile)
+    return plan, forecast_plan(plan, profile, read_model(recipe, profile))
 
 
 def test_the_recipe_of_1024_gpus_is_predicted_with_its_prefill_engines() -> None:
     recipe = load_recipe(str(ROOT / "recipes" / "math" / "kimi_k2.yaml")).recipe
     profile = load_profile("h100x1024").profile
-    decided, _ = decide_auto(recipe, profile)
+    decided, _ = decide_auto(recipe, profile, read_model(recipe, profile))
     plan = compile_plan(decided, profile, run_dir="/r", python="python")
-    prediction = forecast_plan(plan, profile).prediction
+    prediction = forecast_plan(plan, profile, read_model(recipe, profile)).prediction
     assert prediction is not None and prediction.fits and prediction.choice.prefill is not None
     figures = prediction.figures
     for name in ("memory.prefill", "time.prefill", "time.kv_transfer", "idle.prefill"):
@@ -59,7 +60,7 @@ def test_the_search_finds_the_number_of_prefill_engines_and_the_planner_places_e
     for prompt, reply in ((500, 4000), (14_000, 100)):
         rollouts = {"expected": {"completion_tokens": reply, "prompt_tokens": prompt}}
         recipe = with_prefill({"replicas": "auto"}, rollouts=rollouts, trainer_layout={"nodes": 12})
-        case, space = case_for(recipe, profile, None), space_of(recipe, profile)
+        case, space = case_for(recipe, profile, read_model(recipe, profile)), space_of(recipe, profile)
         assert has_auto(recipe) and space.nodes == 16
         for layout in layouts(case, space):
             assert layout.engine_nodes + layout.trainer_nodes + layout.prefill_nodes <= 16
@@ -77,7 +78,7 @@ def test_the_search_finds_the_number_of_prefill_engines_and_the_planner_places_e
 def test_a_single_node_is_split_between_both_kinds_of_engines_and_ranks() -> None:
     recipe = with_prefill({"replicas": 2})
     profile = load_profile("h100x64", overrides=["nodes=1"]).profile
-    case, space = case_for(recipe, profile, None), space_of(recipe, profile)
+    case, space = case_for(recipe, profile, read_model(recipe, profile)), space_of(recipe, profile)
     best = search(case, space).best
     assert best is not None and best.choice.gpus <= 8 and best.choice.prefill_nodes == 0
     plan = compile_plan(apply_choice(recipe, best.choice), profile, run_dir="/r", python="python")
@@ -140,7 +141,7 @@ def test_only_shapes_that_can_exchange_blocks_and_weights_are_searched(
 ) -> None:
     recipe = with_prefill(prefill, inference={"tensor_parallel": "auto"}, weights={"transport": transport})
     profile = load_profile("h100x64").profile
-    found = list(layouts(case_for(recipe, profile, None), space_of(recipe, profile)))
+    found = list(layouts(case_for(recipe, profile, read_model(recipe, profile)), space_of(recipe, profile)))
     assert {layout.tensor_parallel for layout in found} & {1, 2, 4, 8} == expected
     for layout in found:
         assert layout.prefill is not None

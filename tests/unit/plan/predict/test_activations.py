@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.plan.predict.architectures.activations import (
-    kept_elements,
-    kept_products,
-    working_elements,
-)
+from primerl_hpc.plan.predict.architectures.activations import kept_elements, kept_products, working_elements
 from primerl_hpc.plan.predict.shape import known_shape, shape_of
 from tests.unit.plan.predict.test_shape import small_config
 

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl_hpc.plan.predict.figure import (
-    Figure,
-    Tier,
-    add,
-    divide,
-    estimate,
-    exact,
-    largest,
-    multiply,
-)
+from primerl_hpc.plan.predict.figure import Figure, Tier, add, divide, estimate, exact, largest, multiply
 
 POSITIVE = st.floats(1e-6, 1e12)
 FACTORS = st.floats(1, 4)

@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl_hpc.plan.predict.flops import (
-    AttentionFlops,
-    Flops,
-    visible_pairs,
-)
+from primerl_hpc.plan.predict.flops import AttentionFlops, Flops, visible_pairs
 
 np = pytest.importorskip("numpy")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import configparser
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.helpers import ROOT
+from tests.support.helpers import ROOT, captured
 
 PLAN = ROOT / "primerl_hpc" / "plan"
 IMPURE = {"asyncio", "httpx", "time", "datetime", "random", "socket", "subprocess", "RunDir"}
@@ -28,7 +27,7 @@ def test_planning_loads_neither_torch_nor_numpy():
         "heavy = {'torch', 'numpy', 'vllm', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'loads {sorted(heavy)}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = captured([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -42,7 +41,7 @@ def test_the_command_plan_loads_no_heavy_package():
     )
     recipe = ROOT / "recipes" / "reverse_text" / "qwen3_0.6b_one_gpu.yaml"
     words = ("plan", str(recipe), "-p", "h200x8", "--profile-set", "offline=true")
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    done = captured([sys.executable, "-c", code, *words])
     assert done.returncode == 0 and "predicted for" in done.stdout, done.stderr
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.plan.predict.architectures.families import FAMILIES
+from primerl_hpc.plan.predict.architectures.families import ARCHITECTURES
 from primerl_hpc.plan.predict.shape import ModelShape, known_config, known_models, known_shape, shape_of
 
 torch = pytest.importorskip("torch")
@@ -173,12 +173,12 @@ def active_of(model: Any, shape: ModelShape) -> int:
     return total
 
 
-FAMILIES_HERE = sorted(FAMILIES.keys() - {"kimi_k2"})  # kimi_k2: deepseek_v3's code under another name
+FAMILIES_HERE = sorted(ARCHITECTURES.keys() - {"kimi_k2"})  # kimi_k2: deepseek_v3's code under another name
 
 
 def test_each_family_of_the_table_is_compared_with_its_model():
     assert sorted(CHANGES) == FAMILIES_HERE
-    assert FAMILIES["kimi_k2"] == FAMILIES["deepseek_v3"]
+    assert ARCHITECTURES["kimi_k2"] == ARCHITECTURES["deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)

@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from primerl_hpc.plan.simulation.advisor import (
-    MeasuredSides,
-    UnitSplit,
-    advise,
-    engine_curve,
-    measure_sides,
-)
+from primerl_hpc.plan.simulation.advisor import MeasuredSides, UnitSplit, advise, engine_curve, measure_sides
 from primerl_hpc.plan.simulation.lengths import Lengths
+from primerl_hpc.plan.simulation.sides import EngineSide, SimulatedRun, TrainerSide, Workload
 from primerl_hpc.plan.simulation.simulate import simulate
-from primerl_hpc.plan.simulation.types import EngineSide, SimulatedRun, TrainerSide, Workload
 
 LENGTHS = Lengths.lognormal(mean=800, cv=0.8, longest=4096)
 WORKLOAD = Workload(256, 8, 512, 2, LENGTHS)

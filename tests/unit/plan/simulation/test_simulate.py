@@ -14,17 +14,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from primerl_hpc.orchestrator.rollout_data import Group, TaskRef
 from primerl_hpc.orchestrator.scheduling.dispatcher import Dispatcher, DispatchLimits
-from primerl_hpc.orchestrator.types import Group, TaskRef
 from primerl_hpc.plan.simulation.lengths import Lengths
-from primerl_hpc.plan.simulation.simulate import simulate
-from primerl_hpc.plan.simulation.types import (
+from primerl_hpc.plan.simulation.sides import (
     EngineSide,
     PrefillSide,
     TrainerSide,
     Workload,
     closed_form_step_s,
 )
+from primerl_hpc.plan.simulation.simulate import simulate
 
 CURVE = ((1, 0.010), (64, 0.016), (256, 0.030))
 

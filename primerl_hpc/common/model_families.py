@@ -1,0 +1,90 @@
+"""The table of model families, which trainer, engines, planner and `new` read: facts of each ``model_type``.
+
+    family_of("qwen3_next").has_state                   # True; a family that is not in the table has the defaults
+    check_family("qwen3", model, is_untested=False)     # ConfigError for a family that no test compares
+
+Models run by transformers' own code. What a family needs of our code is in `trainer/model/families.py`, the layers by
+which the planner counts its parameters in `plan/predict/architectures/families.py`, and the options with which vLLM
+computes the same in `transport/base_models/engine_options.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from primerl_hpc.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    is_compared: bool = True
+    """A test compares it with transformers: docs/models.md lists what."""
+    has_state: bool = False
+    """It has layers that carry state along a sequence (linear attention, Mamba, short convolutions)."""
+    passes_keywords: bool = True
+    """Its blocks pass keyword arguments to their attention; for others, blocks set the packing as an attribute."""
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    """Linear layers that transformers' own plan for tensor parallelism lacks, and how they are divided."""
+    may_be_divided: bool = False
+    """The planner may choose tensor parallelism, because a test divides the family. Others need an explicit degree."""
+    is_compiled: bool = False
+    """``trainer.compile: auto`` compiles its blocks: no graph break, and equal gradients in tests without a GPU."""
+    renderer: str = "auto"
+    """Renderer in new recipes, where all models of the family have the same chat format."""
+
+
+_ATTENTION = {f"self_attn.{name}_proj": "columns" for name in "qkv"} | {"self_attn.o_proj": "rows"}
+_MLP = {"mlp.gate_proj": "columns", "mlp.up_proj": "columns", "mlp.down_proj": "rows"}
+_LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")} | {
+    "self_attn.o_proj": "rows"
+}
+_PLAIN = """
+    apertus arcee cohere cohere2 cohere2_moe cwm deepseek_v2 dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm
+    glm4_moe_lite gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hyperclovax jais2 llama4_text
+    minicpm3 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe phi qwen2_5_vl qwen2_moe qwen3_vl
+    seed_oss smollm3 starcoder2 vaultgemma
+"""
+_STATE = "bamba granitemoehybrid lfm2 lfm2_moe nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next"
+_PLANNED = "deepseek_v32 glm_moe_dsa kimi_k2 kimi_k25 qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl_moe"
+"""Families whose memory and time the planner predicts, but that no test compares."""
+
+FAMILIES: Mapping[str, ModelFamily] = {
+    **dict.fromkeys(_PLAIN.split(), ModelFamily()),
+    **dict.fromkeys(_STATE.split(), ModelFamily(has_state=True)),
+    **dict.fromkeys(_PLANNED.split(), ModelFamily(is_compared=False)),
+    **dict.fromkeys(("gemma2", "gemma3_text", "glm4", "phi3", "qwen2"), ModelFamily(may_be_divided=True)),
+    "deepseek_v3": ModelFamily(tensor_plan=_LATENT, may_be_divided=True, renderer="deepseek-v3"),
+    "glm4_moe": ModelFamily(may_be_divided=True, renderer="glm-4.5"),
+    "gpt_oss": ModelFamily(tensor_plan=_ATTENTION, may_be_divided=True, renderer="gpt-oss"),
+    "granitemoe": ModelFamily(tensor_plan=_ATTENTION),
+    "hunyuan_v1_dense": ModelFamily(tensor_plan=_ATTENTION | _MLP),
+    "llama": ModelFamily(may_be_divided=True, is_compiled=True),
+    "minimax_m2": ModelFamily(renderer="minimax-m2"),
+    "nemotron": ModelFamily(passes_keywords=False, tensor_plan=_ATTENTION | _MLP),
+    "qwen3": ModelFamily(may_be_divided=True, is_compiled=True, renderer="qwen3"),
+    "qwen3_moe": ModelFamily(may_be_divided=True, renderer="qwen3"),
+    "stablelm": ModelFamily(passes_keywords=False),
+}
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Families that differ from another one by their name only."""
+
+
+def family_of(model_type: object) -> ModelFamily:
+    """Return the row of a ``model_type``; the defaults for one that is not in the table."""
+    return FAMILIES.get(str(model_type), ModelFamily(is_compared=False))
+
+
+def check_family(model_type: object, name: str, *, is_untested: bool) -> None:
+    """Raise ConfigError for a family that no test compares, unless the recipe accepts it (``is_untested``)."""
+    if is_untested or family_of(ALIASES.get(str(model_type), model_type)).is_compared:
+        return
+    if not isinstance(model_type, str):
+        raise ConfigError(
+            f"the config.json of model {name} names no family (model_type)",
+            hint="use the config.json of the model's repository",
+        )
+    raise ConfigError(
+        f"model {name} is of family {model_type}, which no test compares with transformers",
+        hint="choose a family of docs/models.md, or set model.untested to true",
+    )
