@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option
 from primerl_hpc.cli.values import KEY
+from primerl_hpc.common.document import dump_flow, dump_yaml
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.common.log import show_warnings
+from primerl_hpc.common.log import hang, show_warnings
 
 EPILOG = make_epilog(
     "explain",
@@ -38,7 +41,6 @@ def command(
     Levels of a key are separated by dots: optimizer.lr.
     """
     from primerl_hpc.cluster.schema import Profile
-    from primerl_hpc.common.log import hang
     from primerl_hpc.recipe.explain import explain, explain_all
     from primerl_hpc.recipe.load import load_recipe
     from primerl_hpc.recipe.schema.recipe import Recipe
@@ -67,6 +69,15 @@ def command(
         print_json(entry)
         return
     click.echo(entry["key"])
-    for name in ("type", "default", "meaning", "value", "origin", "keys"):
-        if entry.get(name) not in (None, ""):
-            click.echo(f"  {name + ':':<9} {hang(str(entry[name]), 12)}")
+    if isinstance(entry["default"], dict):
+        del entry["keys"]  # the default names them
+    for name in ("type", "meaning", "default", "keys", "value", "origin"):
+        if entry.get(name, "") != "":
+            click.echo(f"  {name + ':':<9} {hang(_text(entry[name]), 12)}")
+
+
+def _text(value: Any) -> str:
+    """Return a value as a recipe would have it: a block as lines of YAML. Prose is shown without markup."""
+    if isinstance(value, str):
+        return value.replace("``", "`")
+    return dump_yaml(value).rstrip() if value and isinstance(value, dict) else dump_flow(value)

@@ -242,7 +242,8 @@ live_code_option = click.option(
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,
-    help="Check everything and show the plan, but start nothing; with --run-dir also prepare that directory.",
+    help="Check everything and show the plan, but start nothing; with --run-dir also prepare that directory. The exit "
+    "code is that of a submission.",
 )
 follow_option = click.option(
     "--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C stops only the display."

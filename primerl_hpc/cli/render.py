@@ -43,14 +43,15 @@ def command(
     """
     from primerl_hpc.common.errors import OccupiedError
     from primerl_hpc.common.files import write_text
-    from primerl_hpc.common.package import package_root
+    from primerl_hpc.launch.code.keep import plan_code
     from primerl_hpc.launch.compose import interpreter, make_scripts
     from primerl_hpc.launch.planned_steps import planned_steps
     from primerl_hpc.render.lint import warnings_of
+    from primerl_hpc.run.rundir import RunDir
 
     loaded, profile = load_both(recipe, profile_name, overrides)
     plan, _, _ = preview_with_warnings(loaded, profile)
-    scripts = make_scripts(plan, profile, package_root())
+    scripts = make_scripts(plan, profile, plan_code(RunDir(Path(plan.run_dir)), plan).root)
     show_warnings(warnings_of(scripts["job.sbatch"]))
     paths = {name: out / name for name in scripts} if out else {}
     for name, path in paths.items():

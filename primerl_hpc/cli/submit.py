@@ -189,7 +189,7 @@ def _note_withheld(plan: Plan) -> None:
 
 
 def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
-    """Print a warning for missing weights; raise the error about any other file: a dry run shows a complete plan."""
+    """Print a warning for missing weights, with which a dry run shows a plan; raise the error about any other file."""
     names = {name for phase in plan.phases for name in (phase.recipe.model.name, phase.model_path)}
     names |= {block.model.name for phase in plan.phases for block in phase.recipe.served_models.values()}
     for error in missing:
@@ -205,6 +205,7 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     from primerl_hpc.launch.planning.model_config import read_model
     from primerl_hpc.launch.submit import prepare_run
 
+    missing: list[PrimerlError] | None = None
     if how.run_dir is not None:
         run, plan = prepare_run(loaded, profile, how.run_dir, chain, is_live=how.is_live)
         path = run.job_script
@@ -213,16 +214,17 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     else:
         # a plan can be made without the weights of a model whose configuration is known here
         is_known = read_model(loaded.recipe, profile.profile).content is not None
-        missing: list[PrimerlError] | None = [] if is_known else None
+        missing = [] if is_known else None
         checked, path = check_run(loaded, profile, chain, missing=missing, is_live=how.is_live), None
         plan, scripts = checked.plan, checked.files.scripts
         _warn_of_missing_weights(missing or [], plan)
+    code = missing[0].exit_code if missing else 0
     passing, others = plan.passed_variables.split(os.environ)
     if how.as_json:
         found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
         found |= {"environment": passing, "environment_left_out": others}
         print_json({"plan": plan.model_dump(mode="json"), **found})
-        return 0
+        return code
     show_plan(plan)
     for name, script in scripts.items():
         click.echo(f"\n{name}:\n")
@@ -235,4 +237,4 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     else:
         click.echo("nothing was written or started; --run-dir D also prepares the directory D")
         click.echo("primerl-hpc render --steps shows the srun command and the variables of each role")
-    return 0
+    return code

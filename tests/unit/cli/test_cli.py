@@ -645,7 +645,7 @@ def test_a_missing_model_is_fetched_by_the_command_of_the_error_and_only_warned_
     planned = primerl("plan", *options, cwd=tmp_path, **variables)
     assert planned.returncode == 0 and "predicted for Qwen/Qwen3-4B" in planned.stdout, planned.stderr
     shown = primerl("submit", *options, "--dry-run", cwd=tmp_path, **variables)
-    assert shown.returncode == 0 and "#SBATCH" in shown.stdout, shown.stderr
+    assert shown.returncode == ExitCode.NOT_FOUND and "#SBATCH" in shown.stdout, shown.stderr
     for done in (planned, shown):
         assert "warning: the nodes of profile 'h100x64' are offline" in done.stderr and fetch in done.stderr
     refused = primerl("submit", *options, cwd=tmp_path, **variables)
