@@ -50,12 +50,15 @@ CASES: dict[str, tuple[str, ...]] = {
 @contextlib.contextmanager
 def stranger(folder: Path) -> Iterator[tuple[Path, Path]]:
     """Let the thief work until the end of the context. Yields the file that its commands create, and its output."""
-    program, mark, pickled, said = (folder / name for name in ("thief", "ran", "pickle", "said"))
+    own = folder / "stranger"
+    own.mkdir()
+    folder.chmod(0o711)
+    own.chmod(0o777)
+    program, mark, pickled, said = (own / name for name in ("thief", "ran", "pickle", "said"))
     source = ROOT / "tests" / "support" / "gloo_thief.c"
     subprocess.run(["cc", "-O2", "-pthread", "-o", str(program), str(source)], check=True)
     data = pickle.dumps(Command(mark))
     pickled.write_bytes(data + b"." * (-len(data) % 8))
-    folder.chmod(0o777)
     with program.open("rb") as executable, pickled.open("rb") as content, said.open("wb") as output:
         paths = [f"/proc/self/fd/{file.fileno()}" for file in (executable, content)]
         numbers = [str(-members.MAX_SKIPPED), str(GUESSES)]
@@ -93,7 +96,8 @@ def start(case: str, number: int, folder: Path) -> dict[str, Any]:
         [*command, *words, "--follow"], cwd=folder, env=environment, check=False, stdout=sys.stderr
     )
     logs = "".join(path.read_text(errors="replace") for path in run.latest_logs.rglob("*.log"))
-    first = next(iter(read_steps(run.metrics("trainer")).values()), {})
+    trainer = "sft" if recipe == "sft.yaml" else "trainer"
+    first = next(iter(read_steps(run.metrics(trainer)).values()), {})
     return {
         "formed again": logs.count("forming a process group of"),
         "restarts": len(events(run, "role_restarting")) + len(events(run, "recovery_started")),
