@@ -6,8 +6,9 @@
 
 The thief (tests/support/gloo_thief.c) runs as user 65534 without key or files of the run. It finds the run's new
 listeners as `ss` does, connects to each 200 times with guessed sequence numbers, and as a peer sends a pickle that
-writes a file. Columns: connections that gloo accepted as a rank; commands of the thief that ran; groups that had to be
-formed again; roles that the supervisor restarted; runs that did not end as done; median seconds to the first step.
+writes a file. Columns: connections that gloo accepted as a rank; whether a command of the thief ran; lines of ranks
+about a group that they form again; starts in which a role was restarted; runs that did not end as done; median seconds
+to the first step.
 Exits with 1 if a command ran or a run did not end as done.
 """
 
