@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from primerl_hpc.checks.site import check_site
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
@@ -28,7 +29,6 @@ from primerl_hpc.launch.checks.environments import check_environments
 from primerl_hpc.launch.checks.software import check_software
 from primerl_hpc.launch.checks.token_ids import check_token_ids
 from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, PlannedRun, Submission, compose
-from primerl_hpc.launch.doctor.site import check_site
 from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.planning.forecast import refuse_misfit
 from primerl_hpc.launch.planning.hour_budget import check_new_budget, hours_warning

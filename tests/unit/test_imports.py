@@ -25,12 +25,15 @@ MAY_IMPORT = {
     "cluster": {"common", "slurm"},
     "plan": {"common", "recipe", "cluster", "run"},
     "render": {"common", "recipe", "cluster", "plan"},
+    "checks": {"common", "slurm", "run", "cluster", "plan", "render", "transport"},
     "launch": {
-        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"),
-        "tracking",
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "observe", "runtime"),
+        *("transport", "tracking"),
     },
-    "cli": set("common slurm run recipe cluster plan render launch observe runtime envs tracking".split()),
-    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "transport"},
+    "cli": set(
+        "common slurm run recipe cluster plan render checks launch observe runtime envs tracking".split()
+    ),
+    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "checks", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
     | {"tracking"},
     "tracking": {"common", "run", "recipe"},
@@ -88,7 +91,7 @@ RENDERERS = ("chatml", "literal_renderer")
 """Modules of recipe that are imported only where package ``renderers`` is."""
 
 
-LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe")
+LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "launch", "observe")
 LOGIN_NODE += ("runtime", "tracking")
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
 """Libraries that these folders may import, and that take most of their time."""
@@ -318,8 +321,7 @@ SUBFOLDERS = {
     "plan": {"predict": set(), "simulation": set(), "assess": {"predict", "simulation"}},
     "launch": {
         **{name: set() for name in ("bundle", "code", "export", "planning", "prefetch", "storage")},
-        "doctor": {"export"},
-        "bench": {"doctor"},
+        "bench": set(),
         "checks": {"planning"},
         "new_recipe": {"planning"},
         "resume": {"checks"},

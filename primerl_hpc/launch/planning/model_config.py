@@ -18,12 +18,12 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.model_families import check_family
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.hub_cache import cache_folder
 from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.predict.shape import ModelShape, known_config, shape_of
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.transport.base_models.engine_options import check_engine
+from primerl_hpc.transport.base_models.hub_cache import cache_folder
 from primerl_hpc.transport.base_models.quantized import check_readable, quantization_of
 
 CONFIG = "config.json"

@@ -19,12 +19,12 @@ from typing import Any
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.software_schema import Container
 from primerl_hpc.common.names import Kind, Role
-from primerl_hpc.launch.hub_cache import cache_folder, is_true, value_of
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environment
+from primerl_hpc.transport.base_models.hub_cache import cache_folder, is_true, value_of
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 

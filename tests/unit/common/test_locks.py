@@ -21,7 +21,7 @@ CALLERS = {
     "launch/prefetch/fetch.py": "tests/unit/launch/test_prefetch.py",
     "recipe/sft/tables.py": "tests/unit/launch/test_prefetch.py",
     "run/ledger/store.py": "tests/unit/common/test_locks.py",
-    "runtime/steps/private_tmp.py": "tests/unit/runtime/test_site_variables.py",
+    "run/access/private_tmp.py": "tests/unit/runtime/test_site_variables.py",
     "transport/base_models/staging.py": "tests/unit/transport/test_base_models.py",
 }
 """Module → the test that runs it where there are no locks."""

@@ -3,7 +3,7 @@
     image_arch(profile.software.default.container)      # 'aarch64'; None if it is not known here
 
 shifter does not show the architecture of an image; there, and for images that are not known here, the preflight of the
-nodes starts the interpreter in the container (`runtime/job/environment_checks.py`).
+nodes starts the interpreter in the container (`checks/surroundings.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from primerl_hpc.checks.surroundings import elf_machine
 from primerl_hpc.cluster.software_schema import Container
-from primerl_hpc.runtime.job.environment_checks import elf_machine
 
 _SIF_MAGIC = b"SIF_MAGIC\0"
 _SIF_ARCHES = {b"02": "x86_64", b"04": "aarch64", b"01": "386", b"03": "arm"}

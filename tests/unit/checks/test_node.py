@@ -10,29 +10,27 @@ import tempfile
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from primerl_hpc.checks import node
+from primerl_hpc.checks.findings import Finding
+from primerl_hpc.checks.gpus import GpuFacts, check_gpus, judge_gpus
+from primerl_hpc.checks.machine import judge_limits
+from primerl_hpc.checks.node import examine, judge_clock, make_request
+from primerl_hpc.checks.table import CHECKS
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_json
-from primerl_hpc.common.findings import Finding
+from primerl_hpc.common.node.limits import RAISED
 from primerl_hpc.plan.plan import PreflightPlan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
-from primerl_hpc.runtime.job import node_checks
-from primerl_hpc.runtime.job.gpu_checks import GpuFacts, check_gpus, judge_gpus
-from primerl_hpc.runtime.job.node_checks import (
-    examine,
-    judge_clock,
-    judge_limits,
-    make_request,
-)
 from primerl_hpc.runtime.job.preflight import PreflightRun, reason_on
-from primerl_hpc.runtime.steps.limits import RAISED
 from tests.support.helpers import PATIENCE_S
 
 
@@ -74,7 +72,7 @@ def test_this_machine_passes_and_its_findings_are_written_next_to_the_request(
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     path = tmp_path / "preflight" / "request.json"
     write_json(path, request_of(health_checks=["echo fine"], interface="lo"))
-    assert node_checks.main([str(path)]) == 0
+    assert node.main([str(path)]) == 0
     result = read_json(path.with_name("n7.json"))
     assert result["node"] == "n7" and result["nonce"] == "n"
     assert [finding for finding in result["findings"] if finding["level"] != "ok"] == []
@@ -129,12 +127,12 @@ HEALTHY = GpuFacts(0, "H100", 0, False, False, 0, 0.1)
 )
 def test_a_gpu_with_memory_faults_is_bad_and_a_slow_one_is_reported(fact: dict[str, Any], level: str) -> None:
     facts = [HEALTHY, replace(HEALTHY, index=1, **fact)]
-    told = [each[0] for each in judge_gpus(facts, 2)]
+    told = [each.level for each in judge_gpus(facts, 2)]
     assert level in told and (level == "bad" or "bad" not in told)
 
 
 def test_a_gpu_that_fell_off_the_bus_is_missed() -> None:
-    assert [each[0] for each in judge_gpus([HEALTHY] * 7, 8)] == ["bad"]
+    assert [each.level for each in judge_gpus([HEALTHY] * 7, 8)] == ["bad"]
 
 
 @pytest.mark.parametrize(
@@ -226,13 +224,26 @@ def test_low_limits_are_reported_and_are_bad_where_rdma_could_not_start(
     limits: tuple[int, int, int], uses_rdma: bool, level: str, words: str
 ) -> None:
     (told,) = judge_limits(*limits, uses_rdma=uses_rdma)
-    assert told[0] == level and words in told[1]
+    assert told.level == level and words in told.message
 
 
 def test_a_node_reports_its_limits_after_raising_them(request_of) -> None:
     (finding,) = (each for each in examine(request_of()) if each.check == "limits")
     assert finding.level in ("ok", "warn") and "open files" in finding.message
     assert all(soft == hard for soft, hard in map(resource.getrlimit, RAISED))
+
+
+def test_shared_memory_that_is_too_small_is_reported() -> None:
+    (found,) = judge_limits(UNLIMITED, 10**6, 10**5, uses_rdma=False, shared_gib=0.06)
+    assert found.level == "warn" and "0.1 GiB free in /dev/shm" in found.message
+
+
+def test_each_check_of_the_table_names_a_function_of_this_folder_and_a_place_once() -> None:
+    for check in CHECKS:
+        module, _, name = check.function.partition(":")
+        assert callable(getattr(import_module(f"primerl_hpc.checks.{module}"), name)), check
+    places = [(check.name, where) for check in CHECKS for where in check.where]
+    assert len(set(places)) == len(places)
 
 
 # -- queries that NVML does not answer --------------------------------------------------------------
@@ -300,12 +311,13 @@ def test_a_query_that_a_gpu_does_not_support_does_not_make_its_node_bad(
 ) -> None:
     """GPUs that share the host's memory, and MIG instances, do not answer all of them."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml_without(missing))
-    ((level, message),) = check_gpus(1)
-    assert level == "ok" and message == ("1 × GPU" if missing == "nvmlDeviceGetName" else "1 × GH200")
+    (found,) = check_gpus(1)
+    assert found.level == "ok"
+    assert found.message == ("1 × GPU" if missing == "nvmlDeviceGetName" else "1 × GH200")
 
 
 def test_a_gpu_that_does_not_respond_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     library = nvml_without("nvmlDeviceGetHandleByIndex", GpuIsLost)
     monkeypatch.setitem(sys.modules, "pynvml", library)
     found = list(check_gpus(1))
-    assert [level for level, *_ in found] == ["bad", "bad"] and found[0][1].startswith("GPU 0: ")
+    assert [each.level for each in found] == ["bad", "bad"] and found[0].message.startswith("GPU 0: ")

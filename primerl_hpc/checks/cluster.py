@@ -1,7 +1,6 @@
-"""Check whether this cluster is ready for a run. Each result names the check, what was found, and a hint.
+"""Ask SLURM whether a run of the profile can start: partitions, accounting, accounts, and ``sbatch --test-only``.
 
-Runs SLURM's commands with the profile's settings; the final check is ``sbatch --test-only`` with the directives of a
-run. Nothing is submitted.
+Nothing is submitted. The final check has the directives of a run.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ import getpass
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from primerl_hpc.checks.findings import Finding, judged, ok
+from primerl_hpc.checks.table import Subject
 from primerl_hpc.cluster.directives import options
 from primerl_hpc.cluster.node_types import Node
 from primerl_hpc.cluster.scheduler_schema import Scheduler
 from primerl_hpc.cluster.schema import Profile
-from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
-from primerl_hpc.common.findings import Finding
-from primerl_hpc.launch.doctor.site import site_facts
+from primerl_hpc.common.errors import SchedulerError
 from primerl_hpc.plan.container import batch_options
 from primerl_hpc.render.engine import render_template
 from primerl_hpc.render.job import mib, own_templates
 from primerl_hpc.render.requests import Request, cpu_request, type_request, with_walltimes
-from primerl_hpc.run.access.ownership import check_parents
 from primerl_hpc.slurm.command_lines import (
     COMMANDS,
     accounting_command,
@@ -34,33 +31,25 @@ from primerl_hpc.slurm.command_lines import (
     partitions_command,
     version_command,
 )
-from primerl_hpc.slurm.commands import COMMAND_TIMEOUT_S, UnansweredError, ask
+from primerl_hpc.slurm.commands import COMMAND_TIMEOUT_S, UnansweredError
+from primerl_hpc.slurm.commands import ask as ask_slurm
 from primerl_hpc.slurm.estimate import estimate_start
 from primerl_hpc.slurm.jobs import SEPARATOR, minutes
 from primerl_hpc.slurm.refusals import DOCTOR
 
 
-def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator[Finding]:
-    """Yield the results in the order in which the checks depend on each other; stop if the rest cannot be checked."""
-    yield Finding.judged("profile", True, _about(profile))
-    yield _runs_folder(profile)
-    yield from (Finding.judged(*fact) for fact in site_facts(profile))
-    if profile.variants:
-        yield Finding.judged("variants", True, f"--variant {' | '.join(profile.variants)}")
+def scheduler(subject: Subject) -> Iterator[Finding]:
+    """Yield the results in the order in which they depend on each other; stop if the rest cannot be checked."""
+    profile, ask = subject.profile, subject.ask or ask_slurm
     if profile.scheduler.type == "local":
-        yield Finding.judged("scheduler", True, "this machine; SLURM is not needed")
+        yield ok("this machine; SLURM is not needed")
         return
-    missing = [name for name in COMMANDS if shutil.which(name) is None]
-    if missing:
-        yield Finding.judged(
-            "SLURM commands",
-            False,
-            f"not in PATH: {', '.join(missing)}",
-            "run this on a login node of the cluster",
-        )
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        message, hint = f"not in PATH: {', '.join(missing)}", "run this on a login node of the cluster"
+        yield judged(False, message, hint, "SLURM commands")
         return
     try:
-        yield Finding.judged("SLURM", True, ask(version_command()).strip())
+        yield judged(True, ask(version_command()).strip(), check="SLURM")
         parts = parts_of(profile)
         yield from _partitions(parts, ask)
         yield _accounting(ask)
@@ -70,47 +59,10 @@ def examine(profile: Profile, ask: Callable[[list[str]], str] = ask) -> Iterator
             if part.scheduler.charged_account is not None:
                 yield _account(part, ask)
     except SchedulerError as error:
-        yield Finding.judged("controller", False, str(error), "try again; if it persists, ask the site")
+        yield judged(False, str(error), "try again; if it persists, ask the site", "controller")
         return
     for part in parts:
         yield _test_submission(part, profile)
-
-
-def _about(profile: Profile) -> str:
-    """Summarize what the profile claims about its site, for comparison with what is found."""
-    node = profile.node
-    facts = [f"{node.gpus} × {node.gpu or 'GPU'}" if node.gpus else "without GPUs"]
-    facts += [f"{node.gpu_memory_gib:g} GiB each"] if node.gpus and node.gpu_memory_gib else []
-    facts += [f"{node.cores} cores"] if node.cores > 1 else []
-    facts += [f"{node.memory_gib:g} GiB"] if node.memory_gib else []
-    verified = f"verified: {profile.verified}" if profile.verified else ""
-    parts = (
-        profile.description,
-        f"nodes {'of ' if node.gpus else ''}{', '.join(facts)}",
-        verified,
-        profile.docs_url,
-    )
-    return f"{profile.name}: {'; '.join(filter(None, parts))}"
-
-
-def _runs_folder(profile: Profile) -> Finding:
-    hint = "set a shared, writable folder: runs_dir in the profile, or PRIMERL_RUNS_DIR"
-    try:
-        folder = profile.runs_folder()
-    except ConfigError as error:
-        return Finding.judged("run directory", False, error.cause, error.hint)
-    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    try:
-        with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-"):
-            free_gib = shutil.disk_usage(existing).free / 2**30
-    except OSError as error:
-        return Finding.judged("run directory", False, f"{existing}: {error.strerror}", hint)
-    message = f"{folder.resolve()}: {free_gib:,.0f} GiB free"
-    try:
-        check_parents(folder.resolve() / "run", is_allowed=profile.allow_shared_parent)
-    except OccupiedError as error:
-        return Finding.judged("run directory", False, f"{message}, but {error.cause}", error.hint)
-    return Finding.judged("run directory", free_gib > 1, message, hint)
 
 
 @dataclass(frozen=True)
@@ -134,6 +86,10 @@ class Part:
         if self.key == "cpu_partition":
             return f"CPU {name}"
         return f"{self.key.removeprefix('node_types.')} {name}" if self.key else name
+
+    def judged(self, name: str, is_ok: bool, message: str, hint: str = "", details: str = "") -> Finding:
+        """Return the finding about this part, whose hint names its keys of the profile."""
+        return judged(is_ok, message, self.hint(hint), self.what(name), details)
 
     def hint(self, text: str) -> str:
         """Return the hint with the profile keys of this part."""
@@ -164,7 +120,7 @@ def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[
         if "denied" not in error.cause:
             raise
         message = f"this site does not show its partitions ({error.cause}): the test submission decides"
-        yield Finding.judged("partition", True, message)
+        yield judged(True, message, check="partition")
         return
     # (name, state, walltime, nodes, generic resources, CPUs, MB) by partition and node shape
     rows = [row for line in text.splitlines() if len(row := line.split(SEPARATOR)) == 7]
@@ -174,39 +130,37 @@ def _partitions(parts: list[Part], ask: Callable[[list[str]], str]) -> Iterator[
 
 def _partition(part: Part, rows: list[list[str]]) -> Iterator[Finding]:
     """Check name, state, walltime, nodes and their shape against the claims of the profile."""
-    what, wanted = part.what("partition"), part.scheduler.partition
+    wanted = part.scheduler.partition
     if wanted is None:
-        yield Finding.judged(what, True, "the site's default (not set in the profile)")
+        yield part.judged("partition", True, "the site's default (not set in the profile)")
         return
     matching = [row for row in rows if row[0] in wanted.split(",")]
     if not matching:
         hint = f"scheduler.partition: one of {', '.join(sorted({row[0] for row in rows}))}"
-        yield Finding.judged(what, False, f"there is no {wanted}", part.hint(hint))
+        yield part.judged("partition", False, f"there is no {wanted}", hint)
         return
     is_up = any(row[1] == "up" for row in matching)
-    hint = part.hint("wait, or choose another scheduler.partition")
-    yield Finding.judged(what, is_up, f"{wanted} is {matching[0][1]}", hint)
+    hint = "wait, or choose another scheduler.partition"
+    yield part.judged("partition", is_up, f"{wanted} is {matching[0][1]}", hint)
     requested, limits = minutes(part.scheduler.time), {row[2]: minutes(row[2]) for row in matching}
     if requested is not None and None not in limits.values():  # None: "infinite"
         longest, limit = max(limits.items(), key=lambda item: item[1] or 0)
         message = f"{part.scheduler.time} of at most {longest}"
         hint = f"lower scheduler.time to {longest}" + _longer_partition(part, requested, rows)
-        yield Finding.judged(part.what("walltime"), requested <= (limit or 0), message, hint)
+        yield part.judged("walltime", requested <= (limit or 0), message, hint)
     count = sum(int(row[3]) for row in matching)
     message = f"{count} found, {part.nodes} in the profile"
     hint = f"lower {part.key}.nodes" if part.key.startswith("node_types.") else "lower nodes"
-    yield Finding.judged(part.what("nodes"), count >= part.nodes, message, hint)
+    yield part.judged("nodes", count >= part.nodes, message, hint)
     cores = max(int(row[5].rstrip("+")) for row in matching)
-    hint = part.hint(f"lower node.cores to {cores}")
-    yield Finding.judged(part.what("cores of a node"), cores >= part.node.cores, f"{cores}", hint)
+    hint = f"lower node.cores to {cores}"
+    yield part.judged("cores of a node", cores >= part.node.cores, f"{cores}", hint)
     yield from _memory(part, [row[6] for row in matching])
     yield from _gpu_types(part, [row[4] for row in matching])
     if part.node.gpus and part.scheduler.gpu_request == "gres":
         gpus = max(count_gpus(row[4]) for row in matching)
-        hint = part.hint(f"set node.gpus to {gpus}, or use another scheduler.gpu_request")
-        yield Finding.judged(
-            part.what("GPUs of a node"), gpus >= part.node.gpus, f"{gpus} ({matching[0][4]})", hint
-        )
+        hint = f"set node.gpus to {gpus}, or use another scheduler.gpu_request"
+        yield part.judged("GPUs of a node", gpus >= part.node.gpus, f"{gpus} ({matching[0][4]})", hint)
 
 
 def _memory(part: Part, sizes: list[str]) -> Iterator[Finding]:
@@ -215,16 +169,16 @@ def _memory(part: Part, sizes: list[str]) -> Iterator[Finding]:
     if memory_gib <= 1:
         return  # SLURM reports 1 MB where memory is not configured
     if part.node.memory_gib is not None:
-        hint = part.hint(f"lower node.memory_gib to {memory_gib:.0f}")
+        hint = f"lower node.memory_gib to {memory_gib:.0f}"
         message = f"{memory_gib:.0f} GiB, {part.node.memory_gib:g} in the profile"
-        yield Finding.judged(part.what("memory of a node"), memory_gib >= part.node.memory_gib, message, hint)
+        yield part.judged("memory of a node", memory_gib >= part.node.memory_gib, message, hint)
     if requested_gib := requested_mib(part.scheduler, part.node) / 1024:
         keys = ("memory_per_cpu", "memory_per_gpu")
         key = next((key for key in keys if getattr(part.scheduler, key) is not None), "memory")
         lower = f" to {memory_gib:.0f}G or less" if key == "memory" else ""
-        hint = part.hint(f"lower scheduler.{key}{lower}, or set scheduler.memory to 0: all memory of a node")
+        hint = f"lower scheduler.{key}{lower}, or set scheduler.memory to 0: all memory of a node"
         message = f"{requested_gib:g} GiB of at most {memory_gib:.0f} GiB"
-        yield Finding.judged(part.what("requested memory"), memory_gib >= requested_gib, message, hint)
+        yield part.judged("requested memory", memory_gib >= requested_gib, message, hint)
 
 
 def requested_mib(scheduler: Scheduler, node: Node) -> float:
@@ -247,8 +201,8 @@ def _gpu_types(part: Part, resources: list[str]) -> Iterator[Finding]:
         message = f"{wanted}:{count} requested; nodes have {', '.join(dict.fromkeys(resources))}"
         key = "gpu_type" if part.scheduler.gpu_type is not None else "gres"
         types = f"name one of {', '.join(known)}" if known else "name no type: the site's GPUs have none"
-        hint = part.hint(f"scheduler.{key}: {types if most == 0 else f'request at most {most} of {wanted}'}")
-        yield Finding.judged(part.what("GPU type"), most >= count, message, hint)
+        hint = f"scheduler.{key}: {types if most == 0 else f'request at most {most} of {wanted}'}"
+        yield part.judged("GPU type", most >= count, message, hint)
 
 
 def requested_gpus(scheduler: Scheduler, node: Node) -> dict[str, int]:
@@ -293,24 +247,23 @@ def _accounting(ask: Callable[[list[str]], str]) -> Finding:
     try:
         ask(accounting_command(["1"], "--allocations", "--format=JobID"))
     except SchedulerError as error:
-        return Finding.judged("accounting", True, f"not available ({error})", hint)
-    return Finding.judged("accounting", True, "sacct answers")
+        return judged(True, f"not available ({error})", hint, "accounting")
+    return judged(True, "sacct answers", check="accounting")
 
 
 def _account(part: Part, ask: Callable[[list[str]], str]) -> Finding:
-    wanted, user, what = part.scheduler.charged_account, getpass.getuser(), part.what("account")
+    wanted, user = part.scheduler.charged_account, getpass.getuser()
     try:
         accounts = sorted(set(ask(accounts_command(user)).split()))
     except SchedulerError as error:
-        return Finding.judged(what, True, f"{wanted} (cannot be verified: {error})")
+        return part.judged("account", True, f"{wanted} (cannot be verified: {error})")
     known = ", ".join(accounts) or "none"
-    hint = part.hint(f"set scheduler.account to one of {known}")
-    return Finding.judged(what, wanted in accounts, f"{wanted}; yours: {known}", hint)
+    hint = f"set scheduler.account to one of {known}"
+    return part.judged("account", wanted in accounts, f"{wanted}; yours: {known}", hint)
 
 
 def _test_submission(part: Part, profile: Profile) -> Finding:
     """Test-submit a job of one node with all settings of the profile."""
-    what = part.what("test submission")
     (request,) = with_walltimes((part.request,), profile)
     directives = render_template(
         "partials/directives.j2",
@@ -326,5 +279,5 @@ def _test_submission(part: Part, profile: Profile) -> Finding:
         found = estimate_start(f"#!/bin/bash\n{directives}\ntrue\n", timeout_s=COMMAND_TIMEOUT_S)
     except SchedulerError as error:
         hint = error.hint.removesuffix(DOCTOR) or "change the settings in the profile that the site refuses"
-        return Finding.judged(what, False, error.cause, part.hint(hint), error.details)
-    return Finding.judged(what, True, f"one node of {found.partition} would start at {found.start}")
+        return part.judged("test submission", False, error.cause, hint, error.details)
+    return part.judged("test submission", True, f"one node of {found.partition} would start at {found.start}")

@@ -1,4 +1,4 @@
-"""Checks of a node's surroundings for the preflight: architecture, network plugin, binding to CPUs."""
+"""Facts about what surrounds a process: architecture, containers, network plugin, proxy, binding to CPUs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import shlex
 import socket
 import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+from primerl_hpc.checks.findings import Finding, bad, ok, warn
+from primerl_hpc.checks.table import Subject
 from primerl_hpc.common.node.binding import Binding, describe_cpus
-from primerl_hpc.runtime.job.gpu_checks import Results
 
 PROXY_S = 5.0
 PLUGINS = {"libfabric": "libnccl-net", "rccl": "librccl-net"}
@@ -26,34 +26,42 @@ _FOREIGN = re.compile(r"exec format error|cannot execute binary file|image's arc
 _ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
-def check_arch(wanted: str | None, pythons: Sequence[str]) -> Results:
-    """Compare the node with the profile, and the interpreters with the node."""
-    here = platform.machine()
-    if wanted is not None and here != wanted:
-        yield (
-            "bad",
+def architecture(subject: Subject) -> Iterator[Finding]:
+    """Compare a node with the profile, and the interpreters with the nodes, as far as they are here."""
+    here, wanted = platform.machine(), subject.wants.get("arch")
+    if subject.is_node and wanted not in (None, here):
+        yield bad(
             f"the node is {here}, node.arch of the profile is {wanted}",
             "correct node.arch, or choose a partition whose nodes have this architecture",
         )
         return
-    wrong = {python: found for python in pythons if (found := elf_arch(python)) not in (None, here)}
-    for python, found in wrong.items():
-        yield (
-            "bad",
-            f"{python} is built for {found}, the node is {here}",
+    if not subject.is_node and wanted is None:
+        return
+    nodes = here if subject.is_node else str(wanted)
+    state = f"the node is {here}" if subject.is_node else f"nodes are {wanted}, this machine is {here}"
+    here_too = [] if subject.is_node else [subject.profile.software.python_here]  # of the supervisor
+    foreign = foreign_programs([*subject.wants["pythons"], *here_too], nodes)
+    for python, built_for in foreign.items():
+        yield bad(
+            f"{python} is built for {built_for}, {state}",
             "create the environment on a node or login node of that architecture, and set software.default.python",
         )
-    if not wrong:
-        yield "ok", here
+    if not foreign:
+        yield ok(here if subject.is_node else state)
 
 
-def check_containers(commands: Sequence[Sequence[str]]) -> Results:
-    """Start the interpreter in each container. ``commands``: container command, image and interpreter."""
-    for command in commands:
-        start = [*command, "-c", "pass"]
+def foreign_programs(programs: Sequence[str], arch: str) -> dict[str, str]:
+    """Return the programs on this machine that are built for another architecture, with that architecture."""
+    built_for = {program: elf_arch(program) for program in programs}
+    return {program: found for program, found in built_for.items() if found not in (None, arch)}
+
+
+def containers(subject: Subject) -> Iterator[Finding]:
+    """Start the interpreter in each container: container command, image and interpreter."""
+    for command in subject.wants.get("containers", ()):
         try:
             done = subprocess.run(
-                start,
+                [*command, "-c", "pass"],
                 capture_output=True,
                 text=True,
                 timeout=CONTAINER_S,
@@ -61,29 +69,25 @@ def check_containers(commands: Sequence[Sequence[str]]) -> Results:
                 stdin=subprocess.DEVNULL,
             )
         except FileNotFoundError:
-            yield (
-                "bad",
-                f"{command[0]} is not installed here",
-                "correct software.default.container of the profile",
-            )
+            hint = "correct software.default.container of the profile"
+            yield bad(f"{command[0]} is not installed here", hint)
             continue
         except subprocess.TimeoutExpired:
-            yield "warn", f"{shlex.join(command)} did not start within {CONTAINER_S:.0f} s", ""
+            yield warn(f"{shlex.join(command)} did not start within {CONTAINER_S:.0f} s")
             continue
-        said = done.stderr.strip() or done.stdout.strip()
-        if done.returncode and _FOREIGN.search(said):
+        output = done.stderr.strip() or done.stdout.strip()
+        if done.returncode and _FOREIGN.search(output):
             image = command[-2].removeprefix("--image=")  # of shifter
-            yield (
-                "bad",
+            yield bad(
                 f"the container image {image} is built for another architecture than this node "
-                f"({platform.machine()}): {said.splitlines()[-1]}",
+                f"({platform.machine()}): {output.splitlines()[-1]}",
                 f"pull or build the image for {platform.machine()}",
             )
         elif done.returncode:
-            reason = said.splitlines()[-1] if said else f"exit code {done.returncode}"
-            yield "warn", f"{shlex.join(command)} failed: {reason}", "its roles will fail on this node"
+            reason = output.splitlines()[-1] if output else f"exit code {done.returncode}"
+            yield warn(f"{shlex.join(command)} failed: {reason}", "its roles will fail on this node")
         else:
-            yield "ok", f"{command[-1]} starts in {command[-2]}"
+            yield ok(f"{command[-1]} starts in {command[-2]}")
 
 
 def elf_arch(program: str) -> str | None:
@@ -104,20 +108,21 @@ def elf_machine(header: bytes) -> str | None:
     return _ELF_MACHINES.get(machine, f"ELF machine {machine}")
 
 
-def check_plugin(plugin: str, variables: Mapping[str, str]) -> Results:
+def network_plugin(subject: Subject) -> Iterator[Finding]:
     """Find the network plugin where the loader finds it: NCCL uses TCP without an error if it is missing."""
-    if plugin == "none":
+    plugin = subject.wants.get("plugin", "none")
+    if plugin == "none" or not subject.has_gpus:
         return
+    variables: Mapping[str, str] = subject.wants.get("plugin_env", {})
     name = variables.get("NCCL_NET_PLUGIN") or os.environ.get("NCCL_NET_PLUGIN")
     folders = (variables.get("LD_LIBRARY_PATH") or os.environ.get("LD_LIBRARY_PATH") or "").split(":")
     found = find_library(PLUGINS[plugin], [*filter(None, folders), *_loader_folders()])
     if found is None and name and Path(name).is_file():
         found = name
     if found is not None:
-        yield "ok", found
+        yield ok(found)
         return
-    yield (
-        "bad",
+    yield bad(
         f"{PLUGINS[plugin]}*.so is neither in LD_LIBRARY_PATH nor known to the loader, so NCCL would use TCP",
         "load the site's module (software.modules), or set LD_LIBRARY_PATH in network.env; if a container has the "
         "plugin, set network.plugin to none",
@@ -147,44 +152,35 @@ def _loader_folders() -> list[str]:
     return sorted({os.path.dirname(path) for path in paths if path.startswith("/")})
 
 
-def check_proxy(address: str | None) -> Results:
+def proxy(subject: Subject) -> Iterator[Finding]:
     """Connect to the HTTP proxy; nothing is requested."""
-    if address is None:
+    if (address := subject.wants.get("proxy")) is None:
         return
     parts = urlsplit(address)
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=PROXY_S):
-            yield "ok", f"{address} accepts connections"
+            yield ok(f"{address} accepts connections")
     except OSError as error:
         reason = error.strerror or error
-        yield (
-            "warn",
-            f"the proxy {address} cannot be reached: {reason}",
-            "ask the site, or correct network.proxy",
-        )
+        hint = "ask the site, or correct network.proxy"
+        yield warn(f"the proxy {address} cannot be reached: {reason}", hint)
 
 
-def check_binding(wants: Mapping[str, Any] | None) -> Results:
+def binding(subject: Subject) -> Iterator[Finding]:
     """Report the CPUs to which the processes of each GPU are bound."""
-    if wants is None:
+    if (wants := subject.wants.get("binding")) is None or not subject.has_gpus:
         return
-    binding = Binding.from_json(wants)
-    own = Binding(num_accelerators=binding.num_accelerators).cpus_by_accelerator()
-    cpus = binding.cpus_by_accelerator()
+    planned = Binding.from_json(wants)
+    own = Binding(num_accelerators=planned.num_accelerators).cpus_by_accelerator()
+    cpus = planned.cpus_by_accelerator()
     if cpus is None:
-        yield (
-            "warn",
-            "the node reports no CPUs next to its GPUs: processes are not bound",
-            "set node.numa_of_gpu",
-        )
+        message = "the node reports no CPUs next to its GPUs: processes are not bound"
+        yield warn(message, "set node.numa_of_gpu")
         return
     text = "; ".join(f"{index}: CPUs {describe_cpus(item)}" for index, item in enumerate(cpus))
-    if binding.is_given and own is not None and own != cpus:
+    if planned.is_given and own is not None and own != cpus:
         others = "; ".join(f"{index}: CPUs {describe_cpus(item)}" for index, item in enumerate(own))
-        yield (
-            "warn",
-            f"the profile binds {text}, but the node's topology is {others}",
-            "correct node.numa_of_gpu",
-        )
+        message = f"the profile binds {text}, but the node's topology is {others}"
+        yield warn(message, "correct node.numa_of_gpu")
     else:
-        yield "ok", text
+        yield ok(text)

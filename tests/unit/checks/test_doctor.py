@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.checks.doctor import examine
+from primerl_hpc.checks.gpus import judge_driver, torch_cuda
+from primerl_hpc.checks.quotas import parse_quota, quotas_of
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ExitCode, SchedulerError
-from primerl_hpc.launch.doctor.cluster import examine
-from primerl_hpc.launch.doctor.machine import examine_machine, judge_driver, satisfies, torch_cuda, versions
-from primerl_hpc.launch.doctor.quotas import parse_quota, quotas_of
 from primerl_hpc.slurm.jobs import SEPARATOR
 from primerl_hpc.slurm.refusals import REFUSALS, Refusal
 
@@ -138,30 +138,15 @@ def test_facts_of_the_site_that_do_not_hold_here_are_reported(tmp_path: Path) ->
     assert found["variants"].message == "--variant debug"
 
 
-@pytest.mark.parametrize(
-    ("present", "pins", "holds"),
-    [
-        ("2.13.0", "==2.13", True),
-        ("2.13.1+cpu", "==2.13.1", True),
-        ("5.18.0", ">=5.16.1,<5.18", False),
-        ("5.17.9", ">=5.16.1,<5.18", True),
-        ("1.4.2", "~=1.3", True),
-        ("2.0", "~=1.3", False),
-        ("0.9", "", True),
-        ("3.1", "!=3.1,>=3", False),
-    ],
-)
-def test_versions_are_compared_with_pins_as_pip_does(present: str, pins: str, holds: bool) -> None:
-    assert satisfies(present, pins) == holds
-
-
 def test_doctor_reports_versions_limits_space_and_tokens_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-value")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no" / "hub"))
-    results = {result.check: result for result in examine_machine(load_profile("local").profile)}
-    names = ("versions", "GPU driver", "limits", "free files", "quota", "hub cache", "tokens")
+    monkeypatch.setenv("PRIMERL_RUNS_DIR", str(tmp_path / "runs"))
+    results = {result.check: result for result in examine(load_profile("local").profile)}
+    names = ("profile", "run directory", "scheduler")
+    names += ("versions", "GPU driver", "limits", "free files", "quota", "hub cache", "tokens")
     assert tuple(results) == names and all(result.is_ok for result in results.values())
     assert results["versions"].is_ok and "torch 2" in results["versions"].message
     assert "open files" in results["limits"].message and "/dev/shm" in results["limits"].message
@@ -171,7 +156,7 @@ def test_doctor_reports_versions_limits_space_and_tokens_of_this_machine(
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.1\n")
     monkeypatch.syspath_prepend(old.parent)
-    wrong = versions()
+    (wrong,) = (found for found in examine(load_profile("local").profile) if found.check == "versions")
     assert not wrong.is_ok and "transformers 4.1 instead of >=5" in re.sub(r"<5\.\d+,", "", wrong.message)
 
 
@@ -182,10 +167,10 @@ def test_doctor_reports_versions_limits_space_and_tokens_of_this_machine(
 def test_a_driver_runs_the_cuda_of_its_own_and_earlier_major_versions(
     cuda: int, wanted: str | None, is_good: bool
 ) -> None:
-    fits, message = judge_driver(("550.54.15", cuda), wanted)
-    assert fits is is_good and f"550.54.15, CUDA {cuda // 1000}." in message
-    assert wanted is None or f"torch was built for CUDA {wanted}" in message
-    assert judge_driver("no NVIDIA driver on this machine", wanted)[0]
+    found = judge_driver(("550.54.15", cuda), wanted)
+    assert found.is_ok is is_good and f"550.54.15, CUDA {cuda // 1000}." in found.message
+    assert wanted is None or f"torch was built for CUDA {wanted}" in found.message
+    assert judge_driver("no NVIDIA driver on this machine", wanted).is_ok
 
 
 def test_the_cuda_version_of_torch_is_read_without_importing_it(
@@ -237,7 +222,7 @@ def test_an_exhausted_quota_of_the_runs_folder_is_a_failure(
     monkeypatch.setenv("PRIMERL_RUNS_DIR", str(tmp_path / "runs"))
     (quota,) = quotas_of(tmp_path)
     assert quota.holder.startswith("user ")
-    (result,) = (found for found in examine_machine(load_profile("local").profile) if found.check == "quota")
+    (result,) = (found for found in examine(load_profile("local").profile) if found.check == "quota")
     assert result.is_ok is is_good and said in result.message
     assert is_good or "primerl-hpc du" in result.hint
 

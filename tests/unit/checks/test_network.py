@@ -5,20 +5,32 @@ from __future__ import annotations
 import socket
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl_hpc.checks.network import (
+    BLOCK,
+    FILE_BYTES,
+    LEAST_SHARE,
+    ROUNDS,
+    Listener,
+    Rates,
+    SlowNodes,
+    connect_to,
+    judge_connections,
+    judge_nodes,
+    read_file,
+    rounds_of,
+    slow_nodes,
+    write_file,
+)
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.document import load_yaml
 from primerl_hpc.common.names import Role
-from primerl_hpc.launch.doctor.network import judge_connections, judge_rates
 from primerl_hpc.plan.preflight import bandwidth_plan
-from primerl_hpc.runtime.job.network.bandwidth import BLOCK, FILE_BYTES, ROUNDS, read_file, write_file
-from primerl_hpc.runtime.job.network.reach import Listener, connect_to
-from primerl_hpc.runtime.job.network.schedule import LEAST_SHARE, rounds_of, slow_nodes
-from primerl_hpc.runtime.job.network.step import Measured, judge_nodes
 from tests.support.helpers import ROOT, process_plan
 
 
@@ -73,11 +85,11 @@ def test_files_are_written_and_read_within_their_limits(tmp_path: Path) -> None:
 
 
 def test_results_name_the_nodes_and_the_way_to_exclude_them() -> None:
-    slow = judge_rates("all-reduce", {"n1": 10.0, "n2": 10.0, "n3": 2.0}, "")
+    slow = Rates("all-reduce", {"n1": 10.0, "n2": 10.0, "n3": 2.0}).finding("")
     assert not slow.is_ok and "n3 2 GB/s (20%)" in slow.message and "scheduler.exclude=n3" in slow.hint
-    missing = judge_rates("all-reduce", {"n1": 10.0, "n2": None}, "n2: a rank exited with 1")
+    missing = Rates("all-reduce", {"n1": 10.0, "n2": None}).finding("n2: a rank exited with 1")
     assert not missing.is_ok and missing.message == "not measured: n2: a rank exited with 1"
-    fine = judge_rates("all-reduce", {"n1": 10.0, "n2": 11.0}, "")
+    fine = Rates("all-reduce", {"n1": 10.0, "n2": 11.0}).finding("")
     assert fine.is_ok and "median 10.5 GB/s of 2 nodes" in fine.message
     rows = [
         {"node": "n1", "error": "", "address": "10.0.0.1", "unreachable": {"n2": "10.0.0.2:4: timed out"}},
@@ -92,18 +104,26 @@ def test_results_name_the_nodes_and_the_way_to_exclude_them() -> None:
 
 
 def test_an_attempt_judges_its_nodes_only_if_all_of_them_have_a_rate() -> None:
-    rows = {f"n{node}": {"read_gb_s": 1.0, "pairs_gb_s": {"n9": 10.0, "n8": 9.0}} for node in range(1, 5)}
-    assert judge_nodes(rows, 4) == Measured({}, "all-reduce: 10 to 10 GB/s; file reads: 1 to 1 GB/s")
+    rows: dict[str, dict[str, Any]] = {
+        f"n{node}": {"node": f"n{node}", "read_gb_s": 1.0, "pairs_gb_s": {"n9": 10.0, "n8": 9.0}}
+        for node in range(1, 5)
+    }
+    assert judge_nodes([*rows.values()], 4) == SlowNodes(
+        {}, "all-reduce: 10 to 10 GB/s; file reads: 1 to 1 GB/s"
+    )
     rows["n2"]["pairs_gb_s"] = {"n9": 1.0}
     rows["n3"]["read_gb_s"] = 0.5
-    assert judge_nodes(rows, 4).slow == {
+    assert judge_nodes([*rows.values()], 4).slow == {
         "n2": "all-reduce 1 GB/s, 10% of the median",
         "n3": "file reads 0.5 GB/s, 50% of the median",
     }
     rows["n4"]["pairs_gb_s"] = {}
-    assert list(judge_nodes(rows, 4).slow) == ["n3"]
+    assert list(judge_nodes([*rows.values()], 4).slow) == ["n3"]
     del rows["n4"]
-    assert judge_nodes(rows, 4).slow == {} and "3 of 4 nodes" in judge_nodes(rows, 4).message
+    assert (
+        judge_nodes([*rows.values()], 4).slow == {}
+        and "3 of 4 nodes" in judge_nodes([*rows.values()], 4).message
+    )
 
 
 @pytest.mark.parametrize("wanted", ["never", "always"])

@@ -1,4 +1,4 @@
-"""Checks of a submission against the site of its profile: login host, architecture, shared folders, job limits.
+"""Facts of a profile about its site: login host, architecture, shared folders, modules; `submit` refuses by some.
 
 check_site(plan, profile)       # raises ConfigError; returns warnings
 """
@@ -11,17 +11,25 @@ import shlex
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from primerl_hpc.checks.findings import Finding, bad, judged, ok
+from primerl_hpc.checks.images import image_arch
+from primerl_hpc.checks.login import nearest
+from primerl_hpc.checks.surroundings import foreign_programs
+from primerl_hpc.checks.table import Subject
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.cluster.site_schema import StorageFolder
-from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.doctor.images import image_arch
+from primerl_hpc.common.errors import ConfigError, OccupiedError
 from primerl_hpc.plan.plan import Plan
-from primerl_hpc.runtime.job.environment_checks import elf_arch
+from primerl_hpc.run.access.ownership import check_parents
 
 _GIB = 2**30
+
+
+# -- before a submission ---------------------------------------------------------------------------
 
 
 def check_site(plan: Plan, profile: Profile) -> list[str]:
@@ -61,15 +69,14 @@ def _purge_warnings(plan: Plan, profile: Profile) -> Iterator[str]:
 def _check_arches(plan: Plan, profile: Profile, arch: str) -> None:
     processes = [process for phase in plan.phases for process in (*phase.processes, *phase.elastic)]
     pythons = {process.argv[0]: process for process in processes if process.container == "none"}
-    for python, process in pythons.items():
-        if (found := elf_arch(python)) not in (None, arch):
-            raise ConfigError(
-                f"{python}, the interpreter of {process.name}, is built for {found}, but the nodes of profile "
-                f"'{profile.name}' are {arch}",
-                location="software.default.python and software.roles of the profile",
-                hint=f"create an environment on a {arch} node, and set its interpreter"
-                + (f" (this machine is {platform.machine()})" if platform.machine() != arch else ""),
-            )
+    for python, found in foreign_programs([*pythons], arch).items():
+        raise ConfigError(
+            f"{python}, the interpreter of {pythons[python].name}, is built for {found}, but the nodes of profile "
+            f"'{profile.name}' are {arch}",
+            location="software.default.python and software.roles of the profile",
+            hint=f"create an environment on a {arch} node, and set its interpreter"
+            + (f" (this machine is {platform.machine()})" if platform.machine() != arch else ""),
+        )
     software = (profile.software.default, *profile.software.roles.values())
     for container in dict.fromkeys(role.container for role in software):
         if (found := image_arch(container)) not in (None, arch):
@@ -90,26 +97,69 @@ def storage_of(path: Path, profile: Profile) -> StorageFolder | None:
     return max(found, key=lambda item: item[0])[1] if found else None
 
 
-def site_facts(profile: Profile) -> Iterator[tuple[str, bool, str, str]]:
-    """Yield (fact, holds, what was found, hint) for the profile's facts that can be checked on this machine."""
-    host = socket.gethostname()
-    if profile.login.hosts:
-        hint = f"log in to {' or '.join(profile.login.hosts)}, or correct login.hosts"
-        yield "login host", profile.login.admits(host), host, hint
-    if profile.node.arch is not None:
-        here = platform.machine()
-        message = f"nodes are {profile.node.arch}, this machine is {here}"
-        is_fine = here == profile.node.arch or profile.software.host_python is not None
-        yield "architecture", is_fine, message, "set software.default.python to an environment of the nodes"
-    for name, folder in profile.storage.items():
-        yield f"storage {name}", *describe_storage(folder), f"correct storage.{name} of the profile"
-    names: list[str] = []
-    for module in profile.software.module_names:
-        found = find_module(module.name, profile.software.module_paths, names)
+# -- of doctor -------------------------------------------------------------------------------------
+
+
+def about(subject: Subject) -> Iterator[Finding]:
+    """Summarize what the profile claims about its site, for comparison with what is found."""
+    profile, node = subject.profile, subject.profile.node
+    facts = [f"{node.gpus} × {node.gpu or 'GPU'}" if node.gpus else "without GPUs"]
+    facts += [f"{node.gpu_memory_gib:g} GiB each"] if node.gpus and node.gpu_memory_gib else []
+    facts += [f"{node.cores} cores"] if node.cores > 1 else []
+    facts += [f"{node.memory_gib:g} GiB"] if node.memory_gib else []
+    nodes = f"nodes {'of ' if node.gpus else ''}{', '.join(facts)}"
+    verified = f"verified: {profile.verified}" if profile.verified else ""
+    parts = filter(None, (profile.description, nodes, verified, profile.docs_url))
+    yield ok(f"{profile.name}: {'; '.join(parts)}")
+
+
+def runs_folder(subject: Subject) -> Iterator[Finding]:
+    profile = subject.profile
+    folder = profile.runs_folder().resolve()
+    existing = nearest(folder)
+    hint = "set a shared, writable folder: runs_dir in the profile, or PRIMERL_RUNS_DIR"
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-"):
+            free_gib = shutil.disk_usage(existing).free / _GIB
+    except OSError as error:
+        yield bad(f"{existing}: {error.strerror}", hint)
+        return
+    message = f"{folder}: {free_gib:,.0f} GiB free"
+    try:
+        check_parents(folder / "run", is_allowed=profile.allow_shared_parent)
+    except OccupiedError as error:
+        yield bad(f"{message}, but {error.cause}", error.hint)
+    else:
+        yield judged(free_gib > 1, message, hint)
+
+
+def login_host(subject: Subject) -> Iterator[Finding]:
+    login, host = subject.profile.login, socket.gethostname()
+    if login.hosts:
+        hint = f"log in to {' or '.join(login.hosts)}, or correct login.hosts"
+        yield judged(login.admits(host), host, hint)
+
+
+def storage(subject: Subject) -> Iterator[Finding]:
+    for name, folder in subject.profile.storage.items():
+        is_ok, message = describe_storage(folder)
+        yield judged(is_ok, message, f"correct storage.{name} of the profile", f"storage {name}")
+
+
+def modules(subject: Subject) -> Iterator[Finding]:
+    software, names = subject.profile.software, list[str]()
+    for module in software.module_names:
+        found = find_module(module.name, software.module_paths, names)
         names.append(module.name)
         if found is not None:
             message = "is available" if found else "is not available"
-            yield f"module {module.name}", found or module.optional, message, "module avail lists them"
+            hint = "module avail lists them"
+            yield judged(found or module.optional, message, hint, f"module {module.name}")
+
+
+def variants(subject: Subject) -> Iterator[Finding]:
+    if subject.profile.variants:
+        yield ok(f"--variant {' | '.join(subject.profile.variants)}")
 
 
 def find_module(name: str, paths: Sequence[str], earlier: Sequence[str] = ()) -> bool | None:

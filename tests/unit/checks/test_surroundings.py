@@ -15,28 +15,32 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.checks.doctor import examine
+from primerl_hpc.checks.findings import ok
+from primerl_hpc.checks.gpus import count_amd_gpus, judge_count
+from primerl_hpc.checks.machine import LONGEST_SCRATCH, check_scratch
+from primerl_hpc.checks.ranks import make_request, result_file
+from primerl_hpc.checks.sums import judge_sums
+from primerl_hpc.checks.surroundings import architecture, containers, elf_arch, network_plugin, proxy
+from primerl_hpc.checks.table import Subject, Where
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.locks import filesystem_of
+from primerl_hpc.plan.plan import SumsPlan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.access.private_tmp import PrivateTmp
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.job.environment_checks import (
-    check_arch,
-    check_containers,
-    check_plugin,
-    check_proxy,
-    elf_arch,
-)
-from primerl_hpc.runtime.job.gpu_checks import count_amd_gpus, judge_count
 from primerl_hpc.runtime.job.no_proxy import no_proxy_variables
-from primerl_hpc.runtime.job.node_checks import LONGEST_SCRATCH, check_scratch
-from primerl_hpc.runtime.job.sums import judge_sums, make_sums_request, result_file
-from primerl_hpc.runtime.steps.private_tmp import PrivateTmp
 from tests.support.helpers import PATIENCE_S, ROOT
 
+HERE = platform.machine()
 OTHER = {"x86_64": (183, "aarch64"), "aarch64": (62, "x86_64")}[platform.machine()]
+
+
+def on_node(**wants: Any) -> Subject:
+    return Subject(Where.NODE, {"gpus": 0, **wants})
 
 
 def test_an_interpreter_of_another_architecture_is_bad(tmp_path: Path) -> None:
@@ -44,10 +48,19 @@ def test_an_interpreter_of_another_architecture_is_bad(tmp_path: Path) -> None:
     foreign = tmp_path / "python"
     foreign.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(11) + machine.to_bytes(2, "little"))
     assert elf_arch(str(foreign)) == name and elf_arch(sys.executable) == platform.machine()
-    ((level, message, _),) = check_arch(None, [sys.executable, str(foreign)])
-    assert level == "bad" and f"{foreign} is built for {name}" in message
-    assert next(iter(check_arch(name, [])))[0] == "bad"
-    assert list(check_arch(platform.machine(), [sys.executable])) == [("ok", platform.machine())]
+    (found,) = architecture(on_node(pythons=[sys.executable, str(foreign)]))
+    assert found.level == "bad" and f"{foreign} is built for {name}" in found.message
+    assert [each.level for each in architecture(on_node(arch=name, pythons=[]))] == ["bad"]
+    assert list(architecture(on_node(arch=HERE, pythons=[sys.executable]))) == [ok(HERE)]
+
+
+@pytest.mark.parametrize(("built_for", "level"), [(HERE, "ok"), (OTHER[1], "bad")])
+def test_a_login_node_compares_the_interpreter_of_the_supervisor_with_the_nodes(
+    built_for: str, level: str
+) -> None:
+    profile = Profile.model_validate({"name": "p", "nodes": 2, "node": {"arch": built_for}})
+    (found,) = (finding for finding in examine(profile, lambda _: "") if finding.check == "architecture")
+    assert found.level == level and f"nodes are {built_for}, this machine is {HERE}" in found.message
 
 
 @pytest.mark.parametrize(
@@ -70,10 +83,10 @@ def test_the_interpreter_is_started_in_each_container(
     shifter.write_text(f"#!/bin/sh\n{body}\n")
     shifter.chmod(0o755)
     command = [str(shifter), "--volume=/r:/r", "nersc/pytorch:24.06", sys.executable]
-    (found,) = check_containers([command])
-    assert found[0] == level and words in found[1]
-    (missing,) = check_containers([["/no/shifter", "image", "python"]])
-    assert missing[0] == "bad" and "/no/shifter is not installed" in missing[1]
+    (found,) = containers(on_node(containers=[command]))
+    assert found.level == level and words in found.message
+    (missing,) = containers(on_node(containers=[["/no/shifter", "image", "python"]]))
+    assert missing.level == "bad" and "/no/shifter is not installed" in missing.message
 
 
 def test_the_preflight_knows_the_containers_of_a_plan() -> None:
@@ -85,11 +98,11 @@ def test_the_preflight_knows_the_containers_of_a_plan() -> None:
 
 
 def test_a_missing_network_plugin_is_bad_and_one_in_the_library_path_is_found(tmp_path: Path) -> None:
-    variables = {"LD_LIBRARY_PATH": str(tmp_path)}
-    assert [each[0] for each in check_plugin("rccl", variables)] == ["bad"]
+    subject = on_node(plugin="rccl", plugin_env={"LD_LIBRARY_PATH": str(tmp_path)})
+    assert [each.level for each in network_plugin(subject)] == ["bad"]
     (tmp_path / "librccl-net.so").touch()
-    assert list(check_plugin("rccl", variables)) == [("ok", str(tmp_path / "librccl-net.so"))]
-    assert list(check_plugin("none", {})) == []
+    assert list(network_plugin(subject)) == [ok(str(tmp_path / "librccl-net.so"))]
+    assert list(network_plugin(on_node(plugin="none"))) == []
 
 
 def test_the_filesystem_of_a_folder_is_that_of_the_deepest_mount(tmp_path: Path) -> None:
@@ -106,10 +119,10 @@ def test_a_scratch_folder_in_memory_is_not_a_disk() -> None:
     if filesystem_of(Path("/dev/shm")) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     (disk,) = check_scratch("/dev/shm", 0, "disk")
-    assert disk[0] == "bad" and "in memory (tmpfs)" in disk[1]
-    assert [each[0] for each in check_scratch("/dev/shm", 0, "ram")] == ["ok"]
+    assert disk.level == "bad" and "in memory (tmpfs)" in disk.message
+    assert [each.level for each in check_scratch("/dev/shm", 0, "ram")] == ["ok"]
     unknown, _ = check_scratch("/dev/shm", 0)
-    assert unknown[0] == "warn" and "may count as memory of the job" in unknown[1]
+    assert unknown.level == "warn" and "may count as memory of the job" in unknown.message
 
 
 @pytest.mark.parametrize(
@@ -121,12 +134,12 @@ def test_a_scratch_folder_in_memory_is_not_a_disk() -> None:
     ],
 )
 def test_a_scratch_folder_that_is_missing_is_bad(folder: str, words: str) -> None:
-    ((level, message, _),) = check_scratch(folder, 0)
-    assert level == "bad" and words in message
+    (found,) = check_scratch(folder, 0)
+    assert found.level == "bad" and words in found.message
 
 
 def test_a_scratch_folder_smaller_than_in_the_profile_is_reported(tmp_path: Path) -> None:
-    found = [message for level, message, *_ in check_scratch(str(tmp_path), 0, None, 1e9) if level == "warn"]
+    found = [each.message for each in check_scratch(str(tmp_path), 0, None, 1e9) if each.level == "warn"]
     assert any("1e+09 in the profile" in message for message in found)
 
 
@@ -135,8 +148,8 @@ def test_a_scratch_folder_in_which_sockets_of_engines_have_too_long_paths_is_rep
     try:
         fits = root / ("x" * (LONGEST_SCRATCH - len(str(root)) - 1))
         too_long = root / ("x" * (LONGEST_SCRATCH - len(str(root))))
-        assert [level for level, *_ in check_scratch(str(fits), 0)] == ["ok"]
-        assert [level for level, *_ in check_scratch(str(too_long), 0)] == ["warn", "ok"]
+        assert [each.level for each in check_scratch(str(fits), 0)] == ["ok"]
+        assert [each.level for each in check_scratch(str(too_long), 0)] == ["warn", "ok"]
         name = run_keys(RunDir(tmp_path / "run"), 1).temporary_name
         environ = {"PRIMERL_PRIVATE_TMP": name, "PRIMERL_SCRATCH": str(fits)}
         tmp = PrivateTmp.create(environ | {"SLURM_JOB_ID": "1234567890"})
@@ -153,7 +166,7 @@ def test_gpus_of_amd_are_counted(tmp_path: Path) -> None:
         (tmp_path / str(index)).mkdir()
         (tmp_path / str(index) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simd}\n")
     assert count_amd_gpus(tmp_path) == 2
-    assert [next(iter(judge_count(found, 2)))[0] for found in (None, 1, 2)] == ["bad", "bad", "ok"]
+    assert [judge_count(found, 2).level for found in (None, 1, 2)] == ["bad", "bad", "ok"]
 
 
 # -- the proxy
@@ -171,11 +184,11 @@ def test_a_proxy_that_is_down_is_reported() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        ((level, message, _),) = check_proxy(address)
-        assert level == "warn" and f"the proxy {address} cannot be reached" in message
+        (found,) = proxy(on_node(proxy=address))
+        assert found.level == "warn" and f"the proxy {address} cannot be reached" in found.message
         listener.listen()
-        assert [each[0] for each in check_proxy(address)] == ["ok"]
-    assert list(check_proxy(None)) == []
+        assert [each.level for each in proxy(on_node(proxy=address))] == ["ok"]
+    assert list(proxy(on_node(proxy=None))) == []
 
 
 # -- scratch
@@ -221,28 +234,31 @@ def result(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_sums_of_all_nodes_are_judged_together(results: list[Any], level: str, words: str) -> None:
-    found, message = judge_sums(results)
-    assert found == level and words in message
+    found = judge_sums(results)
+    assert found.level == level and words in found.message
 
 
 def test_two_nodes_sum_over_gloo_and_a_wrong_sum_of_one_rank_is_found(tmp_path: Path) -> None:
     """Rank 1 corrupts an element of its result; rank 0 does not."""
     request = tmp_path / "sums.json"
-    write_json(request, make_sums_request(nonce="n", ranks_per_node=1, accelerator="cpu", timeout_s=100))
+    wants = SumsPlan(argv=(), nodes=(0, 1), accelerator="cpu", ranks_per_node=1, timeout_s=100)
+    write_json(request, make_request(wants, nonce="n"))
     (tmp_path / "sitecustomize.py").write_text(CORRUPT)
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = os.environ | {"SLURM_NTASKS": "2", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "primerl_hpc.runtime.job.sums", str(request)]
+    command = [sys.executable, "-m", "primerl_hpc.checks.sums", str(request)]
     tasks = [subprocess.Popen(command, env=environ | {"SLURM_PROCID": str(node)}) for node in range(2)]
     assert [task.wait(timeout=PATIENCE_S) for task in tasks] == [0, 0]
     right, wrong = (read_json(result_file(request, node)) for node in range(2))
-    assert judge_sums([right, right])[0] == "ok" and not right["error"], right
-    assert judge_sums([right, wrong])[0] == "bad" and "1 of 256 elements (rank 1 of 2)" in wrong["wrong"][0]
+    assert judge_sums([right, right]).is_ok and not right["error"], right
+    assert (
+        judge_sums([right, wrong]).level == "bad" and "1 of 256 elements (rank 1 of 2)" in wrong["wrong"][0]
+    )
 
 
 CORRUPT = """
-import os
-if os.environ.get("SUMS_WORLD") and os.environ["SLURM_PROCID"] == "1":
+import os, sys
+if sys.orig_argv[-1] == "1" and os.environ["SLURM_PROCID"] == "1":
     import torch.distributed as dist
     original = dist.all_reduce
 

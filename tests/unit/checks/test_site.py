@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.checks.images import sif_arch, squashfs_arch
+from primerl_hpc.checks.site import check_site, find_module, modules
+from primerl_hpc.checks.table import Subject, Where
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.doctor.images import sif_arch, squashfs_arch
-from primerl_hpc.launch.doctor.site import check_site, find_module, site_facts
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.slurm.sbatch import PassedVariables, submission_environ
@@ -188,6 +189,7 @@ def test_a_module_of_a_hierarchy_is_available_after_those_that_are_loaded_before
     (tmp_path / ".bash_profile").write_text(MODULE_COMMAND)
     monkeypatch.setenv("HOME", str(tmp_path))
     profile = Profile.model_validate({"name": "p", "software": {"modules": ["gcc/15", "cuda/12", "nccl"]}})
-    found = {what: holds for what, holds, *_ in site_facts(profile)}
+    subject = Subject(Where.LOGIN, {}, own_profile=profile)
+    found = {finding.check: finding.is_ok for finding in modules(subject)}
     assert found == {"module gcc/15": True, "module cuda/12": True, "module nccl": False}
     assert find_module("cuda/12", []) is False

@@ -25,7 +25,7 @@ def ask_hub(name: str, variables: Mapping[str, str]) -> str | None:
     import httpx  # 0.1 s that a plan of an offline profile does not need
 
     hub = (value_of(variables, "HF_ENDPOINT") or HUB).rstrip("/")
-    token = value_of(variables, "HF_TOKEN") or _stored_token(variables)
+    token = value_of(variables, "HF_TOKEN") or stored_token(variables)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = httpx.get(
@@ -55,7 +55,8 @@ def _is_gated(answer: httpx.Response) -> bool:
     return isinstance(described, dict) and bool(described.get("gated"))
 
 
-def _stored_token(variables: Mapping[str, str]) -> str | None:
+def stored_token(variables: Mapping[str, str]) -> str | None:
+    """Return the token that ``hf auth login`` has stored; None without one."""
     path = value_of(variables, "HF_TOKEN_PATH") or str(_home(variables) / "token")
     try:
         return Path(path).expanduser().read_text().strip() or None

@@ -17,9 +17,9 @@ from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError, Role
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.safety.error_text import last_error
-from primerl_hpc.launch.export.merge import base_folder
 from primerl_hpc.plan.engine_env import engine_env
 from primerl_hpc.transport.base_models.quantized import quantization_of
+from primerl_hpc.transport.base_models.snapshots import base_folder
 
 MODULE = "primerl_hpc.roles.mismatch"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 16, 48
