@@ -127,8 +127,8 @@ def _measure_mismatch(model: str, dtypes: tuple[str, ...], as_json: bool) -> int
 def _examine_packages(recipe: str, profile: Any) -> Iterator[Finding]:
     """Yield a result for the package of each environment of the recipe."""
     from primerl_hpc.checks.findings import judged
-    from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
-    from primerl_hpc.launch.prefetch.packages import look_for_package
+    from primerl_hpc.offline.prefetch.needs import NeedKind, needs_of
+    from primerl_hpc.offline.prefetch.packages import look_for_package
     from primerl_hpc.recipe.load import load_recipe
 
     for need in needs_of(load_recipe(recipe).recipe, profile):

@@ -24,7 +24,7 @@ from primerl_hpc.common.files import read_json_or_none
 SHOWN = 8
 """Digits of a content id that are displayed."""
 PACKAGE_ZIP = "primerl_hpc.zip"
-"""This package in the copy of a run's code (`launch/code`)."""
+"""This package in the copy of a run's code (`offline/code`)."""
 CODE_MANIFEST = "code.json"
 """File next to it: where the files of the copy came from, and which role uses which folder of modules."""
 MODULES = "modules"

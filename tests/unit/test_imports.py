@@ -26,12 +26,13 @@ MAY_IMPORT = {
     "plan": {"common", "recipe", "cluster", "run"},
     "render": {"common", "recipe", "cluster", "plan"},
     "checks": {"common", "slurm", "run", "cluster", "plan", "render", "transport"},
+    "offline": {"common", "run", "recipe", "cluster", "plan", "render", "transport"},
     "launch": {
-        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "observe", "runtime"),
-        *("transport", "tracking"),
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "offline", "observe"),
+        *("runtime", "transport", "tracking"),
     },
     "cli": set(
-        "common slurm run recipe cluster plan render checks launch observe runtime envs tracking".split()
+        "common slurm run recipe cluster plan render checks offline launch observe runtime envs tracking".split()
     ),
     "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "checks", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
@@ -92,7 +93,7 @@ RENDERERS = ("chatml", "literal_renderer")
 
 
 LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "launch", "observe")
-LOGIN_NODE += ("runtime", "tracking")
+LOGIN_NODE += ("offline", "runtime", "tracking")
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
 """Libraries that these folders may import, and that take most of their time."""
 HEAVY = {"torch", "vllm", "transformers", "verifiers", "datasets", "renderers"}
@@ -320,12 +321,13 @@ SUBFOLDERS = {
     "run": {"access": set(), "ledger": set()},
     "plan": {"predict": set(), "simulation": set(), "assess": {"predict", "simulation"}},
     "launch": {
-        **{name: set() for name in ("bundle", "code", "export", "planning", "prefetch", "storage")},
+        **{name: set() for name in ("export", "planning", "storage")},
         "bench": set(),
         "checks": {"planning"},
         "new_recipe": {"planning"},
         "resume": {"checks"},
     },
+    "offline": {"bundle": set(), "code": set(), "prefetch": set()},
     "envs": {"tool_servers": set(), "serving": set(), "shipped": {"serving", "tool_servers"}},
     "inference": {"worker": set(), "load": set()},
     "observe": {

@@ -22,7 +22,7 @@ from typing import Any
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.interpreters import InterpreterError, ask
-from primerl_hpc.launch.bundle.run_path import origin_path, with_relative_run_path
+from primerl_hpc.offline.bundle.run_path import origin_path, with_relative_run_path
 
 OS_PREFIXES = ("/usr", "/")
 """Prefixes of the operating system's Python, whose standard library is on the disk of every node."""
@@ -76,7 +76,7 @@ class BundleEntry:
 
 def inspect_environment(python: str) -> PythonEnvironment:
     """Return the environment of an interpreter. Raises ConfigError if it cannot be bundled."""
-    function = "primerl_hpc.launch.bundle.inspect_python:inspect"
+    function = "primerl_hpc.offline.bundle.inspect_python:inspect"
     try:
         facts: dict[str, Any] = ask(python, None, function, by_source=True, timeout_s=TIMEOUT_S)
     except InterpreterError as error:

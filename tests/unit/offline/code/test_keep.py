@@ -16,10 +16,10 @@ from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.package import PACKAGE_ZIP
-from primerl_hpc.launch.code import sources
-from primerl_hpc.launch.code.keep import LIVE, CodeChoice, choose_code, code_root, complete_copies, has_copy
-from primerl_hpc.launch.code.package_zip import write_package
 from primerl_hpc.launch.submit import change_job, renew_scripts
+from primerl_hpc.offline.code import sources
+from primerl_hpc.offline.code.keep import LIVE, CodeChoice, choose_code, code_root, complete_copies, has_copy
+from primerl_hpc.offline.code.package_zip import write_package
 from primerl_hpc.plan.plan import Plan, load_plan
 from primerl_hpc.run.access.ownership import executed_paths
 from primerl_hpc.run.rundir import RunDir

@@ -21,15 +21,15 @@ from primerl_hpc.common.errors import OccupiedError, PrimerlError
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.common.waiting import repeating
-from primerl_hpc.launch.prefetch.images import look_for_image, pull_image
-from primerl_hpc.launch.prefetch.inventory import Found, Presence, look, marker_path, markers_folder
-from primerl_hpc.launch.prefetch.needs import Need, NeedKind
-from primerl_hpc.launch.prefetch.packages import ask_python, child_variables, look_for_package
+from primerl_hpc.offline.prefetch.images import look_for_image, pull_image
+from primerl_hpc.offline.prefetch.inventory import Found, Presence, look, marker_path, markers_folder
+from primerl_hpc.offline.prefetch.needs import Need, NeedKind
+from primerl_hpc.offline.prefetch.packages import ask_python, child_variables, look_for_package
 from primerl_hpc.run.lock import TOUCH_EVERY_S, SupervisorLock
 from primerl_hpc.transport.base_models.hub_cache import cache_folder, open_cache
 
 WAIT_S = 2.0
-FETCH, COUNT_TASKS = "primerl_hpc.launch.prefetch.fetch:fetch", "primerl_hpc.envs.lookup:count_tasks"
+FETCH, COUNT_TASKS = "primerl_hpc.offline.prefetch.fetch:fetch", "primerl_hpc.envs.lookup:count_tasks"
 Progress = Callable[[Need, int, int], None]
 """Called with a need, its bytes so far and in total."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from primerl_hpc.cluster.software_schema import Container
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import private_place
-from primerl_hpc.launch.prefetch.inventory import Found, Presence
+from primerl_hpc.offline.prefetch.inventory import Found, Presence
 from primerl_hpc.plan.container import with_cache
 
 MIN_BYTES = 4096

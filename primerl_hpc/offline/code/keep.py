@@ -27,8 +27,8 @@ from primerl_hpc import __version__
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.package import CODE_MANIFEST, PACKAGE_ZIP, package_folder, package_root
-from primerl_hpc.launch.code.package_zip import write_package
-from primerl_hpc.launch.code.sources import CodeSources, find_sources
+from primerl_hpc.offline.code.package_zip import write_package
+from primerl_hpc.offline.code.sources import CodeSources, find_sources
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.access.ownership import make_private
 from primerl_hpc.run.rundir import RunDir

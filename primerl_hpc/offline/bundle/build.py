@@ -23,9 +23,9 @@ from typing import IO
 
 from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import private_place, write_json
-from primerl_hpc.launch.bundle.environment import BundleEntry, PythonEnvironment, entries, needed_glibc
-from primerl_hpc.launch.bundle.formats import WRITERS, Format
-from primerl_hpc.launch.bundle.manifest import Manifest, manifest_path, read_manifest
+from primerl_hpc.offline.bundle.environment import BundleEntry, PythonEnvironment, entries, needed_glibc
+from primerl_hpc.offline.bundle.formats import WRITERS, Format
+from primerl_hpc.offline.bundle.manifest import Manifest, manifest_path, read_manifest
 from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BundlePlan
 from primerl_hpc.render.bundle import render_unpack
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import NotFoundError
-from primerl_hpc.launch.prefetch.images import look_for_image
-from primerl_hpc.launch.prefetch.inventory import Found, Presence, look
-from primerl_hpc.launch.prefetch.needs import Need, NeedKind
-from primerl_hpc.launch.prefetch.packages import look_for_package
+from primerl_hpc.offline.prefetch.images import look_for_image
+from primerl_hpc.offline.prefetch.inventory import Found, Presence, look
+from primerl_hpc.offline.prefetch.needs import Need, NeedKind
+from primerl_hpc.offline.prefetch.packages import look_for_package
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.transport.base_models.hub_cache import ask_hub, cache_folder, open_cache, value_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from primerl_hpc.launch.code import find_modules as script
-from primerl_hpc.launch.code.find_modules import find_modules
+from primerl_hpc.offline.code import find_modules as script
+from primerl_hpc.offline.code.find_modules import find_modules
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl_hpc.launch.code.package_zip import write_package
+from primerl_hpc.offline.code.package_zip import write_package
 
 LONG_AGO = 1_700_000_000
 TEXT = "VALUE = 1\ndef fail():\n    raise ValueError('x')\nwhere = [lambda: VALUE]\n"

@@ -18,7 +18,7 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
 from primerl_hpc.common.files import read_json
-from primerl_hpc.launch.bundle.formats import Format
+from primerl_hpc.offline.bundle.formats import Format
 from primerl_hpc.plan.plan import BundlePlan
 
 FORMAT_VERSION = 1

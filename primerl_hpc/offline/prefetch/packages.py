@@ -10,8 +10,8 @@ from typing import Any
 
 from primerl_hpc.common.errors import PrimerlError
 from primerl_hpc.common.interpreters import InterpreterError, ask
-from primerl_hpc.launch.prefetch.inventory import Found, Presence
-from primerl_hpc.launch.prefetch.needs import OFFLINE_VARIABLES, Need, NeedKind
+from primerl_hpc.offline.prefetch.inventory import Found, Presence
+from primerl_hpc.offline.prefetch.needs import OFFLINE_VARIABLES, Need, NeedKind
 from primerl_hpc.transport.base_models.hub_cache import cache_folder, datasets_folder
 
 TIMEOUT_S = 1800.0

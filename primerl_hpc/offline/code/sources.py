@@ -126,7 +126,7 @@ def _ask(
     """
     path = process.env.get(PYTHONPATH, "")
     folders = None if python is not None else [part for part in path.split(os.pathsep) if part]
-    function = "primerl_hpc.launch.code.find_modules:find_modules"
+    function = "primerl_hpc.offline.code.find_modules:find_modules"
     try:
         interpreter, variables = python or sys.executable, {PYTHONPATH: path}
         return ask(interpreter, variables, function, packages, imports, folders, by_source=True)

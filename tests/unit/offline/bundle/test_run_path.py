@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl_hpc.launch.bundle.run_path import origin_path, with_relative_run_path
+from primerl_hpc.offline.bundle.run_path import origin_path, with_relative_run_path
 
 OLD = "/opt/site/python/3.11/lib"
 

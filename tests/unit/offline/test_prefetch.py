@@ -19,10 +19,10 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.software_schema import Container
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, ExitCode
-from primerl_hpc.launch.prefetch.fetch import HubFile, check_space, choose_files
-from primerl_hpc.launch.prefetch.images import look_for_image, pull_image
-from primerl_hpc.launch.prefetch.inventory import Presence, look
-from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
+from primerl_hpc.offline.prefetch.fetch import HubFile, check_space, choose_files
+from primerl_hpc.offline.prefetch.images import look_for_image, pull_image
+from primerl_hpc.offline.prefetch.inventory import Presence, look
+from primerl_hpc.offline.prefetch.needs import NeedKind, needs_of
 from primerl_hpc.plan.container import with_cache
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.run.lock import SupervisorLock

@@ -24,7 +24,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import listed_file, read_json_or_none
 from primerl_hpc.common.model_files import INDEX, check_pointers, read_weights
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.launch.prefetch.needs import Need, NeedKind
+from primerl_hpc.offline.prefetch.needs import Need, NeedKind
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.transport.base_models.hub_cache import cache_folder, datasets_folder
 

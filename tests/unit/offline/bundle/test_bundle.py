@@ -14,12 +14,12 @@ import pytest
 
 from primerl_hpc.cluster.load import LoadedProfile, load_profile
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
-from primerl_hpc.launch.bundle.build import build, try_bundle
-from primerl_hpc.launch.bundle.environment import inspect_environment
-from primerl_hpc.launch.bundle.formats import WRITERS, Format, choose_format
-from primerl_hpc.launch.bundle.inspect_python import inspect
-from primerl_hpc.launch.bundle.manifest import manifest_path, note_changes, plan_bundle, read_manifest
 from primerl_hpc.launch.compose import make_scripts, with_bundle
+from primerl_hpc.offline.bundle.build import build, try_bundle
+from primerl_hpc.offline.bundle.environment import inspect_environment
+from primerl_hpc.offline.bundle.formats import WRITERS, Format, choose_format
+from primerl_hpc.offline.bundle.inspect_python import inspect
+from primerl_hpc.offline.bundle.manifest import manifest_path, note_changes, plan_bundle, read_manifest
 from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BUNDLE_PYTHON, BundlePlan, Plan, with_interpreter
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
