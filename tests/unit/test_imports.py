@@ -25,7 +25,9 @@ MAY_IMPORT = {
     "cluster": {"common", "slurm"},
     "plan": {"common", "recipe", "cluster", "run"},
     "render": {"common", "recipe", "cluster", "plan"},
-    "checks": {"common", "slurm", "run", "cluster", "plan", "render", "transport"},
+    "checks": {
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "tracking", "transport")
+    },
     "offline": {"common", "run", "recipe", "cluster", "plan", "render", "transport"},
     "launch": {
         *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "offline", "observe"),
@@ -323,10 +325,10 @@ SUBFOLDERS = {
     "launch": {
         **{name: set() for name in ("export", "planning", "storage")},
         "bench": set(),
-        "checks": {"planning"},
         "new_recipe": {"planning"},
-        "resume": {"checks"},
+        "resume": set(),
     },
+    "checks": {"recipe": set()},
     "offline": {"bundle": set(), "code": set(), "prefetch": set()},
     "envs": {"tool_servers": set(), "serving": set(), "shipped": {"serving", "tool_servers"}},
     "inference": {"worker": set(), "load": set()},

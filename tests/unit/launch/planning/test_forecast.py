@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from primerl_hpc.checks.recipe.model_config import find_config, load_config
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError
 from primerl_hpc.launch.planning.alternatives import parse_nodes
 from primerl_hpc.launch.planning.forecast import read_lengths
-from primerl_hpc.launch.planning.model_config import find_config, load_config
 from primerl_hpc.plan.predict.shape import known_config
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir

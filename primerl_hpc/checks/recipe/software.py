@@ -87,7 +87,7 @@ def _check_renderer(model: Model, processes: list[ProcessPlan]) -> None:
     if not pythons or pythons[0] == sys.executable:
         return
     with contextlib.suppress(InterpreterError):  # that interpreter is not on this machine
-        ask(pythons[0], {}, "primerl_hpc.launch.checks.software:check_here", model.model_dump(mode="json"))
+        ask(pythons[0], {}, "primerl_hpc.checks.recipe.software:check_here", model.model_dump(mode="json"))
 
 
 def check_here(model: dict[str, Any]) -> None:

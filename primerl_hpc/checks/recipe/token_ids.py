@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.checks.recipe.model_config import ModelConfig, find_file, load_config
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.launch.planning.model_config import ModelConfig, find_file, load_config
 from primerl_hpc.recipe.renderer import CHATML_TOKENS, uses_renderer
 from primerl_hpc.recipe.schema.recipe import Model, Recipe
 

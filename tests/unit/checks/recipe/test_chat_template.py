@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from primerl_hpc.checks.recipe.chat_template import renderer_warning
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.interpreters import Interpreters
-from primerl_hpc.launch.checks.chat_template import renderer_warning
 from primerl_hpc.recipe.load import parse_recipe
 from tests.support.helpers import make_tiny_model
 

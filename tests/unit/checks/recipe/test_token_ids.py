@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.checks.recipe.model_config import load_config
+from primerl_hpc.checks.recipe.token_ids import check_token_ids
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.checks.token_ids import check_token_ids
-from primerl_hpc.launch.planning.model_config import load_config
 from primerl_hpc.recipe.load import parse_recipe
 from tests.support.hub import cache_model
 
