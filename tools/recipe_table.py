@@ -23,13 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from primerl_hpc.checks.recipe.model_config import load_config  # noqa: E402
 from primerl_hpc.cluster.load import LoadedProfile, load_profile  # noqa: E402
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.common.names import MAIN_PHASE, Kind  # noqa: E402
 from primerl_hpc.launch.compose import plan_run  # noqa: E402
 from primerl_hpc.launch.new_recipe.sizing import fewest_gpus  # noqa: E402
 from primerl_hpc.launch.planning.forecast import PlanForecast  # noqa: E402
-from primerl_hpc.launch.planning.model_config import load_config  # noqa: E402
 from primerl_hpc.plan.assess.choice import is_counted  # noqa: E402
 from primerl_hpc.plan.plan import Plan  # noqa: E402
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe  # noqa: E402

@@ -57,9 +57,9 @@ def command(
     processes import from there. The environment may be a virtual environment, with its interpreter, or a Conda
     environment. TARGET.json contains its checksum and versions.
     """
-    from primerl_hpc.launch.bundle.build import build, try_bundle
-    from primerl_hpc.launch.bundle.environment import inspect_environment
-    from primerl_hpc.launch.bundle.formats import choose_format
+    from primerl_hpc.offline.bundle.build import build, try_bundle
+    from primerl_hpc.offline.bundle.environment import inspect_environment
+    from primerl_hpc.offline.bundle.formats import choose_format
 
     path = Path(target).expanduser().absolute()
     if path.is_dir():
@@ -95,8 +95,8 @@ def command(
 
 def _install_packages(recipe: str, python: str, *, quiet: bool) -> list[dict[str, Any]]:
     """Install the packages of the recipe's environments; return their versions. Raises NotFoundError."""
-    from primerl_hpc.launch.prefetch.needs import environments_of
-    from primerl_hpc.launch.prefetch.packages import RECORDED, ask_python
+    from primerl_hpc.offline.prefetch.needs import environments_of
+    from primerl_hpc.offline.prefetch.packages import RECORDED, ask_python
     from primerl_hpc.recipe.load import load_recipe
 
     environments = environments_of(load_recipe(recipe).recipe)

@@ -20,7 +20,7 @@ from primerl_hpc.cli.values import RECIPE
 from primerl_hpc.common.errors import ExitCode
 
 if TYPE_CHECKING:
-    from primerl_hpc.common.findings import Finding
+    from primerl_hpc.checks.findings import Finding
 
 EPILOG = make_epilog(
     "doctor --profile h100x64",
@@ -73,11 +73,10 @@ def command(
     as_json: bool,
 ) -> int:
     """Check that runs of this profile can be submitted from here. Without --nodes, nothing is queued."""
+    from primerl_hpc.checks.doctor import examine
+    from primerl_hpc.checks.nodes import examine_nodes
     from primerl_hpc.common import env
     from primerl_hpc.common.log import hang
-    from primerl_hpc.launch.doctor.cluster import examine
-    from primerl_hpc.launch.doctor.machine import examine_machine
-    from primerl_hpc.launch.doctor.nodes import examine_nodes
 
     if model is not None:
         refuse_options(_OF_PROFILES, "checks a profile, and --mismatch measures on this machine")
@@ -90,7 +89,7 @@ def command(
     findings = []
     node_findings = examine_nodes(profile, nodes, has_bandwidth=has_bandwidth) if nodes else ()
     packages = _examine_packages(recipe, profile) if recipe is not None else ()
-    for finding in itertools.chain(examine(profile), examine_machine(profile), packages, node_findings):
+    for finding in itertools.chain(examine(profile), packages, node_findings):
         findings.append(finding)
         if not as_json:
             mark = click.style("ok  ", fg="green") if finding.is_ok else click.style("FAIL", fg="red")
@@ -106,8 +105,8 @@ def command(
 
 def _measure_mismatch(model: str, dtypes: tuple[str, ...], as_json: bool) -> int:
     """Print the mismatch KL of each data type."""
+    from primerl_hpc.checks.mismatch import LIMIT, is_close, measure_mismatch
     from primerl_hpc.common.log import notice
-    from primerl_hpc.launch.doctor.mismatch import LIMIT, is_close, measure_mismatch
 
     found = measure_mismatch(model, dtypes, report=notice)
     if as_json:
@@ -127,9 +126,9 @@ def _measure_mismatch(model: str, dtypes: tuple[str, ...], as_json: bool) -> int
 
 def _examine_packages(recipe: str, profile: Any) -> Iterator[Finding]:
     """Yield a result for the package of each environment of the recipe."""
-    from primerl_hpc.common.findings import Finding
-    from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
-    from primerl_hpc.launch.prefetch.packages import look_for_package
+    from primerl_hpc.checks.findings import judged
+    from primerl_hpc.offline.prefetch.needs import NeedKind, needs_of
+    from primerl_hpc.offline.prefetch.packages import look_for_package
     from primerl_hpc.recipe.load import load_recipe
 
     for need in needs_of(load_recipe(recipe).recipe, profile):
@@ -137,4 +136,4 @@ def _examine_packages(recipe: str, profile: Any) -> Iterator[Finding]:
             found = look_for_package(need)
             is_ok = found.state.value != "missing"
             hint = f"install it: primerl-hpc prefetch {recipe} -p {profile.name}"
-            yield Finding.judged("environment package", is_ok, f"{need.name}: {found.detail}", hint)
+            yield judged(is_ok, f"{need.name}: {found.detail}", hint, "environment package")

@@ -190,7 +190,7 @@ def _ask_until_valid(question: str, check: Callable[[str], None] | None) -> str:
 
 
 def _check_model(name: str) -> None:
-    from primerl_hpc.launch.planning.model_config import find_config
+    from primerl_hpc.checks.recipe.model_config import find_config
 
     find_config(name, {})
 

@@ -12,8 +12,8 @@ from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.safety.terminal import raw, without_control
 
 if TYPE_CHECKING:
-    from primerl_hpc.launch.prefetch.needs import Need
-    from primerl_hpc.launch.prefetch.prefetch import Item
+    from primerl_hpc.offline.prefetch.needs import Need
+    from primerl_hpc.offline.prefetch.prefetch import Item
 
 EPILOG = make_epilog(
     "prefetch my.yaml -p h100x64",
@@ -35,8 +35,8 @@ def command(
     Run it on a login node. Complete files are kept, so an interrupted command continues where it was. Exits with 66 if
     something is missing.
     """
-    from primerl_hpc.launch.prefetch.needs import needs_of
-    from primerl_hpc.launch.prefetch.prefetch import inspect, prefetch
+    from primerl_hpc.offline.prefetch.needs import needs_of
+    from primerl_hpc.offline.prefetch.prefetch import inspect, prefetch
 
     loaded, profile = load_both(recipe, profile_name, overrides)
     needs = needs_of(loaded.recipe, profile.profile)

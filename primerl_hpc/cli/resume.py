@@ -72,12 +72,12 @@ def command(
 
     The attempt executes the code that was copied when RUN was submitted.
     """
-    from primerl_hpc.launch.code.keep import CodeChoice
     from primerl_hpc.launch.planning.advice import refresh
     from primerl_hpc.launch.resume.changes import change_recipe
     from primerl_hpc.launch.resume.rewind import check_step, rewind
     from primerl_hpc.launch.submit import change_job, check_next_attempt, fork_hint, resume_run
     from primerl_hpc.observe.follow import follow_run
+    from primerl_hpc.offline.code.keep import CodeChoice
     from primerl_hpc.plan.plan import load_plan
     from primerl_hpc.run.registry import find_run
 

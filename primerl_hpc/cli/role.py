@@ -173,7 +173,7 @@ def _submit(recipe: str, profile_name: str | None, overrides: tuple[str, ...], *
 def _use_code_of(run: RunDir) -> None:
     """Start this command again with the run's own copy of the code, if it has one and this is another."""
     from primerl_hpc.common import env
-    from primerl_hpc.launch.code.keep import code_root, has_copy
+    from primerl_hpc.offline.code.keep import code_root, has_copy
 
     root = code_root(run) if has_copy(run) else None
     if root is None or Path(root).resolve() == Path(__file__).resolve().parents[2]:

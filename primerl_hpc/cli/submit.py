@@ -200,9 +200,9 @@ def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
 
 
 def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, how: SubmitOptions) -> int:
+    from primerl_hpc.checks.recipe.model_config import read_model
     from primerl_hpc.cli.plan import show_plan
     from primerl_hpc.launch.checklist import check_run
-    from primerl_hpc.launch.planning.model_config import read_model
     from primerl_hpc.launch.submit import prepare_run
 
     missing: list[PrimerlError] | None = None

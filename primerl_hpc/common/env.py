@@ -36,7 +36,7 @@ HOST_SUFFIX = "PRIMERL_HOST_SUFFIX"  # network.host_suffix of the profile
 BINDING = "PRIMERL_BINDING"  # JSON: CPUs of the accelerators of a process (common/node/binding.py)
 SCRATCH = "PRIMERL_SCRATCH"  # node-local folder of the profile, with variables that the guard expands
 PRIVATE_TMP = (
-    "PRIMERL_PRIVATE_TMP"  # name of the run's temporary folder on each node (runtime/steps/private_tmp.py)
+    "PRIMERL_PRIVATE_TMP"  # name of the run's temporary folder on each node (run/access/private_tmp.py)
 )
 STAGE_MODELS = "PRIMERL_STAGE_MODELS"  # JSON: nodes that copy the base model (transport/base_models)
 COMPILE_STORE = "PRIMERL_COMPILE_STORE"  # JSON: folder and size of kept compile caches (common/node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import site
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import cache
 from importlib import resources
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc import __version__
+from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none
 
 SHOWN = 8
 """Digits of a content id that are displayed."""
 PACKAGE_ZIP = "primerl_hpc.zip"
-"""This package in the copy of a run's code (`launch/code`)."""
+"""This package in the copy of a run's code (`offline/code`)."""
 CODE_MANIFEST = "code.json"
 """File next to it: where the files of the copy came from, and which role uses which folder of modules."""
 MODULES = "modules"
@@ -47,6 +48,12 @@ def package_root() -> str | None:
     """Return the folder for PYTHONPATH if the package runs from a checkout, None if it is installed."""
     checkout = package_folder().parent
     return str(checkout) if (checkout / "setup.cfg").is_file() else None
+
+
+def with_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process with this package in PYTHONPATH, also in another interpreter."""
+    path = env.join_pythonpath(package_root(), environ.get(env.PYTHONPATH))
+    return {**environ, env.PYTHONPATH: path}
 
 
 def _copy_folder() -> Path:

@@ -14,6 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from primerl_hpc.checks.recipe.chat_template import renderer_warning
+from primerl_hpc.checks.recipe.environments import check_environments
+from primerl_hpc.checks.recipe.model_config import refuse_untrainable
+from primerl_hpc.checks.recipe.software import check_software
+from primerl_hpc.checks.recipe.token_ids import check_token_ids
+from primerl_hpc.checks.site import check_site
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
@@ -22,18 +28,12 @@ from primerl_hpc.common.errors import ConfigError, NotFoundError, PrimerlError
 from primerl_hpc.common.interpreters import Interpreters
 from primerl_hpc.common.log import show_warnings
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.launch.bundle.manifest import note_changes
-from primerl_hpc.launch.checks.chat_template import renderer_warning
-from primerl_hpc.launch.checks.environments import check_environments
-from primerl_hpc.launch.checks.software import check_software
-from primerl_hpc.launch.checks.token_ids import check_token_ids
 from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, PlannedRun, Submission, compose
-from primerl_hpc.launch.doctor.site import check_site
 from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.planning.forecast import refuse_misfit
 from primerl_hpc.launch.planning.hour_budget import check_new_budget, hours_warning
-from primerl_hpc.launch.planning.model_config import refuse_untrainable
-from primerl_hpc.launch.prefetch.check import check_needs, check_packages, prefetch_command
+from primerl_hpc.offline.bundle.manifest import note_changes
+from primerl_hpc.offline.prefetch.check import check_needs, check_packages, prefetch_command
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.custom_code import note_custom_code
 from primerl_hpc.recipe.load import LoadedRecipe

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from primerl_hpc.checks.recipe.metric_keys import check_metric_keys
+from primerl_hpc.checks.recipe.model_config import ModelConfig, check_positions, read_model
 from primerl_hpc.cluster.load import LoadedProfile, change_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.document import Document
@@ -19,13 +21,11 @@ from primerl_hpc.common.errors import ConfigError, PrimerlError
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.common.package import package_root
 from primerl_hpc.common.safety.odd_text import check_path_text, shown
-from primerl_hpc.launch.bundle.manifest import plan_bundle
-from primerl_hpc.launch.checks.metric_keys import check_metric_keys
-from primerl_hpc.launch.code.keep import RunCode, plan_code
 from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast, decide_auto, forecast_plan
 from primerl_hpc.launch.planning.hour_budget import with_budget
-from primerl_hpc.launch.planning.model_config import ModelConfig, check_positions, read_model
-from primerl_hpc.launch.prefetch.needs import Need, needs_of_plan
+from primerl_hpc.offline.bundle.manifest import plan_bundle
+from primerl_hpc.offline.code.keep import RunCode, plan_code
+from primerl_hpc.offline.prefetch.needs import Need, needs_of_plan
 from primerl_hpc.plan.plan import BUNDLE_PYTHON, Plan
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import LoadedRecipe

@@ -36,7 +36,14 @@ from primerl_hpc.common.names import MAIN_PHASE, Kind, RunState
 from primerl_hpc.common.package import package_folder
 from primerl_hpc.common.safety.secret_values import mask_data
 from primerl_hpc.launch.checklist import check_chain, check_run
-from primerl_hpc.launch.code.keep import (
+from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, RunFiles, Submission, check_path, make_scripts
+from primerl_hpc.launch.follow_up import discard_after, local_script, note_local_after, queue_after
+from primerl_hpc.launch.fork import import_checkpoint
+from primerl_hpc.launch.planning.hour_budget import check_budget, with_budget
+from primerl_hpc.launch.queue import drop_jobs, excess_of, start_here, submit_script, together
+from primerl_hpc.observe.status.job_watcher import JobWatcher
+from primerl_hpc.observe.status.snapshot import is_from_latest_job
+from primerl_hpc.offline.code.keep import (
     CodeChoice,
     choose_code,
     code_root,
@@ -46,15 +53,8 @@ from primerl_hpc.launch.code.keep import (
     has_module,
     keep_code,
 )
-from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, RunFiles, Submission, check_path, make_scripts
-from primerl_hpc.launch.follow_up import discard_after, local_script, note_local_after, queue_after
-from primerl_hpc.launch.fork import import_checkpoint
-from primerl_hpc.launch.planning.hour_budget import check_budget, with_budget
-from primerl_hpc.launch.prefetch.check import packages_of
-from primerl_hpc.launch.prefetch.packages import package_records
-from primerl_hpc.launch.queue import drop_jobs, excess_of, start_here, submit_script, together
-from primerl_hpc.observe.status.job_watcher import JobWatcher
-from primerl_hpc.observe.status.snapshot import is_from_latest_job
+from primerl_hpc.offline.prefetch.check import packages_of
+from primerl_hpc.offline.prefetch.packages import package_records
 from primerl_hpc.plan.plan import DEFAULT_ASK_EVERY_S, Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema.after import After

@@ -173,7 +173,7 @@ class BindingPlan(Block):
 
 
 class SumsPlan(Block):
-    """The all-reduce with a known result that an attempt runs before its first process (`runtime/job/sums.py`)."""
+    """The all-reduce with a known result that an attempt runs before its first process (`checks/sums.py`)."""
 
     argv: tuple[str, ...]
     """Interpreter of the trainer, in its container."""
@@ -188,7 +188,7 @@ class SumsPlan(Block):
 
 
 class PreflightPlan(Block):
-    """Checks of every node before the first process of an attempt (`runtime/job/node_checks.py`)."""
+    """Checks of every node before the first process of an attempt (`checks/node.py`)."""
 
     timeout_s: int
     pythons: tuple[str, ...]
@@ -416,8 +416,12 @@ def with_interpreter(plan: Plan, python: str) -> Plan:
     )
     checks = plan.preflight
     if checks is not None:
-        sums = checks.sums and checks.sums.model_copy(update={"argv": replace(checks.sums.argv)})
-        checks = checks.model_copy(update={"pythons": replace(checks.pythons), "sums": sums})
+        steps = {"sums": checks.sums, "bandwidth": checks.bandwidth}
+        changes = {
+            name: step and step.model_copy(update={"argv": replace(step.argv)})
+            for name, step in steps.items()
+        }
+        checks = checks.model_copy(update={"pythons": replace(checks.pythons), **changes})
     return plan.model_copy(update={"phases": phases, "preflight": checks})
 
 

@@ -1,6 +1,6 @@
 """Measure mismatch KL between vLLM's engine and the trainer.
 
-`launch/doctor/mismatch.py` calls each step in a process of its own (`common/interpreters.py`), so that the device's
+`checks/mismatch.py` calls each step in a process of its own (`common/interpreters.py`), so that the device's
 memory is free for the next one:
 
 - `data_types`: the device and its data types;

@@ -85,7 +85,7 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """Copies of the code that the run executes, numbered; see `launch.code.keep`."""
+        """Copies of the code that the run executes, numbered; see `offline.code.keep`."""
         return self.root / "code"
 
     def code_copy(self, number: int) -> Path:

@@ -30,6 +30,7 @@ from primerl_hpc.common.errors import ExitCode, OccupiedError, PrimerlError, Tim
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.log import change_logging, setup_logging
 from primerl_hpc.common.names import RunState
+from primerl_hpc.common.node.limits import raise_limits
 from primerl_hpc.common.package import code_name
 from primerl_hpc.common.safety.error_text import describe_error
 from primerl_hpc.common.waiting import IO_RETRY_LIMIT_S, in_daemon_thread
@@ -57,7 +58,6 @@ from primerl_hpc.runtime.step import Continuation, PhaseEnd
 from primerl_hpc.runtime.step_history import is_phase_done, next_start, rewind_phase
 from primerl_hpc.runtime.steps.bundle import remove_bundle
 from primerl_hpc.runtime.steps.guard import PR_SET_CHILD_SUBREAPER, children_of, end_descendants, prctl
-from primerl_hpc.runtime.steps.limits import raise_limits
 from primerl_hpc.slurm.command_lines import cancel_command
 from primerl_hpc.slurm.commands import run_slurm
 from primerl_hpc.slurm.question_floor import QuestionFloor

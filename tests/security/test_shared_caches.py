@@ -13,19 +13,19 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from primerl_hpc.checks.doctor import examine
 from primerl_hpc.common.files import write_json
 from primerl_hpc.common.names import Role
 from primerl_hpc.inference import routes
-from primerl_hpc.launch.doctor.machine import examine_machine
-from primerl_hpc.launch.hub_cache import open_cache
-from primerl_hpc.launch.prefetch.inventory import look, marker_path
-from primerl_hpc.launch.prefetch.needs import Need, NeedKind
+from primerl_hpc.offline.prefetch.inventory import look, marker_path
+from primerl_hpc.offline.prefetch.needs import Need, NeedKind
 from primerl_hpc.run.rundir import RunDir
+from primerl_hpc.transport.base_models.hub_cache import open_cache
 from primerl_hpc.transport.tensor_file import write_parts
 from tests.support.hub import COMMIT, cache_model, serve_hub
 from tests.support.stranger import as_stranger
-from tests.unit.launch.bundle.test_bundle import bundle, planned, python, unpack  # noqa: F401 (fixtures)
-from tests.unit.launch.test_prefetch import LOCAL_ROWS, MODELS, end, here, start  # noqa: F401 (a fixture)
+from tests.unit.offline.bundle.test_bundle import bundle, planned, python, unpack  # noqa: F401 (fixtures)
+from tests.unit.offline.test_prefetch import LOCAL_ROWS, MODELS, end, here, start  # noqa: F401 (a fixture)
 
 # -- the hub cache ---------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def test_a_cache_that_others_can_write_is_named(tmp_path: Path, monkeypatch: pyt
         mode = stat.S_IMODE(path.stat().st_mode)
         path.chmod(0o777)
         assert f"other users may write to {path}" in str(open_cache(tmp_path / "hub"))
-        results = list(examine_machine(load_profile("local", environ={}).profile))
+        results = list(examine(load_profile("local", environ={}).profile))
         assert any(f"other users may write to {path}" in result.message for result in results)
         path.chmod(mode)
 

@@ -14,12 +14,12 @@ import pytest
 from primerl_hpc.cluster.software_schema import Container
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import private_place, write_text
-from primerl_hpc.launch.bundle.build import build
-from primerl_hpc.launch.bundle.environment import PythonEnvironment
-from primerl_hpc.launch.bundle.formats import Format
-from primerl_hpc.launch.prefetch.images import pull_image
 from primerl_hpc.launch.storage.archive import CHECKSUMS, archive_run, verify
 from primerl_hpc.launch.storage.prune import PrunePolicy, choose, delete
+from primerl_hpc.offline.bundle.build import build
+from primerl_hpc.offline.bundle.environment import PythonEnvironment
+from primerl_hpc.offline.bundle.formats import Format
+from primerl_hpc.offline.prefetch.images import pull_image
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
 from tests.support.stranger import as_stranger

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.checks.machine import check_scratch
 from primerl_hpc.common.names import Role
 from primerl_hpc.roles.scratch import scratch_folder
+from primerl_hpc.run.access import private_tmp
 from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.access.private_tmp import CACHES, LOCK, NAME_VARIABLE, PrivateTmp, delete_abandoned
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.runtime.job.node_checks import check_scratch
 from primerl_hpc.runtime.step import Launch
-from primerl_hpc.runtime.steps import private_tmp
-from primerl_hpc.runtime.steps.private_tmp import CACHES, LOCK, NAME_VARIABLE, PrivateTmp, delete_abandoned
 from tests.support.helpers import ROOT, process_plan, wait_for
 from tests.support.stranger import NOBODY, as_stranger, run_in_child
 
@@ -69,10 +69,10 @@ def test_nothing_is_deleted_where_others_can_rename_folders_and_the_check_of_scr
     with scratch_folder(run, "env_server-0", str(node_tmp)) as used:
         assert used != folder
     assert (folder / "kept").exists()
-    warnings = [message for level, message, *_ in check_scratch(str(node_tmp), 0) if level == "warn"]
+    warnings = [found.message for found in check_scratch(str(node_tmp), 0) if found.level == "warn"]
     assert f"rename the entries of {node_tmp}" in warnings[0]
     node_tmp.chmod(0o1777)
-    assert not any("rename the entries" in message for _, message, _ in check_scratch(str(node_tmp), 0))
+    assert not any("rename the entries" in found.message for found in check_scratch(str(node_tmp), 0))
 
 
 def start_guard(node_tmp: Path, name: str, code: str) -> subprocess.Popen[str]:
@@ -156,10 +156,10 @@ def test_what_a_killed_run_left_on_a_node_is_deleted_by_the_next_one(node_tmp: P
 
 def test_the_check_of_a_node_deletes_it_before_free_space_is_measured(node_tmp: Path) -> None:
     left_by_killed_guard(node_tmp)
-    *_, (level, message, _) = check_scratch(str(node_tmp), 0)
-    assert level == "ok" and message.endswith("; folders of killed runs deleted: 1")
-    *_, (_, message, _) = check_scratch(str(node_tmp), 0)
-    assert "killed" not in message and list(node_tmp.iterdir()) == []
+    *_, found = check_scratch(str(node_tmp), 0)
+    assert found.level == "ok" and found.message.endswith("; folders of killed runs deleted: 1")
+    *_, found = check_scratch(str(node_tmp), 0)
+    assert "killed" not in found.message and list(node_tmp.iterdir()) == []
 
 
 def folder_with_a_file(node_tmp: Path) -> Path:

@@ -14,12 +14,12 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.files import read_json, write_text
 from primerl_hpc.common.names import Role, RunState
 from primerl_hpc.common.package import PACKAGE_ZIP
-from primerl_hpc.launch.bundle.build import build
-from primerl_hpc.launch.bundle.environment import inspect_environment
-from primerl_hpc.launch.bundle.formats import Format
-from primerl_hpc.launch.bundle.manifest import plan_bundle
-from primerl_hpc.launch.code.keep import CodeChoice
 from primerl_hpc.launch.submit import resume_run
+from primerl_hpc.offline.bundle.build import build
+from primerl_hpc.offline.bundle.environment import inspect_environment
+from primerl_hpc.offline.bundle.formats import Format
+from primerl_hpc.offline.bundle.manifest import plan_bundle
+from primerl_hpc.offline.code.keep import CodeChoice
 from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BUNDLE_PYTHON, OnExit
 from tests.support.cluster_user import ClusterUser
 from tests.support.helpers import ROOT, TOY_RECIPE, wait_for

@@ -19,7 +19,7 @@ from tests.slurm.test_doctor import VIRTUAL, findings_of
 from tests.support.cluster_user import ClusterUser
 from tests.support.helpers import PATIENCE_S, ROOT
 from tests.support.virtual_slurm import SlurmToy, preflight
-from tests.unit.runtime.test_site_checks import CORRUPT
+from tests.unit.checks.test_surroundings import CORRUPT
 
 GOLDEN = ROOT / "tests" / "golden"
 SCRIPTS = sorted(path for path in GOLDEN.glob("*.sbatch") if path.stem not in ("local", "virtual"))

@@ -32,7 +32,6 @@ BROUGHT_BY = {
     "huggingface_hub": "transformers",
     "mcp": "verifiers",
     "multidict": "aiohttp",
-    "packaging": "transformers",
     "pyarrow": "datasets",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",

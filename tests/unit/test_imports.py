@@ -25,12 +25,18 @@ MAY_IMPORT = {
     "cluster": {"common", "slurm"},
     "plan": {"common", "recipe", "cluster", "run"},
     "render": {"common", "recipe", "cluster", "plan"},
-    "launch": {
-        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "runtime", "transport"),
-        "tracking",
+    "checks": {
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "tracking", "transport")
     },
-    "cli": set("common slurm run recipe cluster plan render launch observe runtime envs tracking".split()),
-    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "transport"},
+    "offline": {"common", "run", "recipe", "cluster", "plan", "render", "transport"},
+    "launch": {
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "offline", "observe"),
+        *("runtime", "transport", "tracking"),
+    },
+    "cli": set(
+        "common slurm run recipe cluster plan render checks offline launch observe runtime envs tracking".split()
+    ),
+    "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "checks", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
     | {"tracking"},
     "tracking": {"common", "run", "recipe"},
@@ -88,8 +94,8 @@ RENDERERS = ("chatml", "literal_renderer")
 """Modules of recipe that are imported only where package ``renderers`` is."""
 
 
-LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "launch", "observe")
-LOGIN_NODE += ("runtime", "tracking")
+LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "launch", "observe")
+LOGIN_NODE += ("offline", "runtime", "tracking")
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
 """Libraries that these folders may import, and that take most of their time."""
 HEAVY = {"torch", "vllm", "transformers", "verifiers", "datasets", "renderers"}
@@ -317,13 +323,13 @@ SUBFOLDERS = {
     "run": {"access": set(), "ledger": set()},
     "plan": {"predict": set(), "simulation": set(), "assess": {"predict", "simulation"}},
     "launch": {
-        **{name: set() for name in ("bundle", "code", "export", "planning", "prefetch", "storage")},
-        "doctor": {"export"},
-        "bench": {"doctor"},
-        "checks": {"planning"},
+        **{name: set() for name in ("export", "planning", "storage")},
+        "bench": set(),
         "new_recipe": {"planning"},
-        "resume": {"checks"},
+        "resume": set(),
     },
+    "checks": {"recipe": set()},
+    "offline": {"bundle": set(), "code": set(), "prefetch": set()},
     "envs": {"tool_servers": set(), "serving": set(), "shipped": {"serving", "tool_servers"}},
     "inference": {"worker": set(), "load": set()},
     "observe": {

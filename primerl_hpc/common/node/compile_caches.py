@@ -5,7 +5,7 @@
     caches.save()                                       # once everything is compiled
 
 The caches of Inductor, Triton, vLLM, FlashInfer, DeepGEMM and MIOpen are in the job's private folder
-(`runtime/steps/private_tmp.py`). One archive per role, versions, accelerator and model is in a folder of the shared
+(`run/access/private_tmp.py`). One archive per role, versions, accelerator and model is in a folder of the shared
 cache that only its owner can read: libraries unpickle what they find in these caches.
 """
 

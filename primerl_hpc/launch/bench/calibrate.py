@@ -16,13 +16,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.checks.nodes import node_srun_command, work_folder
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import (
     ConfigError,
@@ -34,9 +34,8 @@ from primerl_hpc.common.errors import (
 )
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import Role
-from primerl_hpc.common.package import package_root
+from primerl_hpc.common.package import with_package
 from primerl_hpc.common.waiting import wait_until
-from primerl_hpc.launch.doctor.nodes import node_srun_command
 from primerl_hpc.plan.container import in_container, with_cache
 from primerl_hpc.plan.pools import Pools
 from primerl_hpc.plan.predict.hardware import GpuSpec, gpu_spec, spec_of_device
@@ -85,7 +84,7 @@ def calibrate(
         )
     location = "node.gpu" if node_type is None else f"node_types.{node_type}.gpu"
     gpu = gpu_spec(pool.node.gpu, location=location) if pool.node.gpus else None
-    with _work_folder(profile) as work:
+    with work_folder(profile, ".calibrate-") as work:
         request = {
             "gpus": pool.node.gpus,
             "cpu_ranks": min(2, pool.per_node),
@@ -106,21 +105,6 @@ def calibrate(
     return Calibration(
         result["node"], result["device"], gpu.name if gpu else "cpu", _rows(result, gpu, profile)
     )
-
-
-@contextlib.contextmanager
-def _work_folder(profile: Profile) -> Iterator[Path]:
-    folder = profile.runs_folder().resolve()
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=folder, prefix=".calibrate-"))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if is_new:
-            with contextlib.suppress(OSError):  # a run was created in it meanwhile
-                folder.rmdir()
 
 
 def _command(profile: Profile, node_type: str | None, work: Path) -> list[str]:
@@ -145,11 +129,10 @@ def _run(command: list[str], profile: Profile, report: Callable[[str], None]) ->
     """Run the measuring process and report the lines of its stderr."""
     if profile.scheduler.type == "slurm":
         report("waiting for a node")
-    path = os.pathsep.join(filter(None, [package_root(), os.environ.get("PYTHONPATH")]))
     try:
         child = subprocess.Popen(
             command,
-            env=os.environ | {"PYTHONPATH": path},
+            env=with_package(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

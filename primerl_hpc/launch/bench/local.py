@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.cluster.load import LoadedProfile, load_profile
-from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, ExitCode, RoleError
 from primerl_hpc.common.files import read_json, read_json_or_none, write_json
 from primerl_hpc.common.names import Kind
-from primerl_hpc.common.package import package_root
+from primerl_hpc.common.package import with_package
 from primerl_hpc.launch.bench.job import measure_in_job
 from primerl_hpc.launch.compose import check_path
 from primerl_hpc.launch.submit import check_job_changes
@@ -158,8 +157,7 @@ def _measure_here(work: RunDir, phase: PhasePlan, *, has_gpus: bool) -> None:
     (process,) = phase.processes
     launch = Launch(process, work, phase.name, 1, 0)
     visible = visible_accelerators(launch, has_gpus=has_gpus)
-    environment = {**os.environ, **visible, **launch.environment}
-    environment[env.PYTHONPATH] = env.join_pythonpath(package_root(), environment.get(env.PYTHONPATH))
+    environment = with_package({**os.environ, **visible, **launch.environment})
     code = _run_guarded(process.argv, environment)
     if code != ExitCode.DONE:
         raise _fault(work, process.name, code)

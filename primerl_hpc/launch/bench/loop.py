@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from primerl_hpc.cluster.load import LoadedProfile
-from primerl_hpc.common import env
 from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import ConfigError, ExitCode, RoleError
 from primerl_hpc.common.files import is_there, read_json, write_json
-from primerl_hpc.common.package import package_root
+from primerl_hpc.common.package import with_package
 from primerl_hpc.common.waiting import Polling
 from primerl_hpc.launch.bench.job import RESULT_S, reported_failure, run_job, write_scripts
 from primerl_hpc.launch.bench.local import bench_folder, folders_of
@@ -138,8 +137,6 @@ def _run(
 def _run_here(work: RunDir, plan: Plan, profile: LoadedProfile, is_measured: Callable[[], bool]) -> None:
     """Run the supervisor on this machine until ``is_measured()``. Raises RoleError if it fails."""
     write_scripts(work, plan, profile)
-    variables = {**os.environ}
-    variables[env.PYTHONPATH] = env.join_pythonpath(package_root(), variables.get(env.PYTHONPATH))
     guard = [sys.executable, "-m", "primerl_hpc.runtime.steps.guard", "--grace", "15"]
     follower, output = RunFollower(work, to_stderr=True), work.root / "supervisor.log"
     # a session of its own: ^C reaches this process only, which ends the run in order
@@ -150,7 +147,7 @@ def _run_here(work: RunDir, plan: Plan, profile: LoadedProfile, is_measured: Cal
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=variables,
+            env=with_package(os.environ),
             start_new_session=True,
         ) as process,
     ):

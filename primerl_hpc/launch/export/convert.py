@@ -22,13 +22,13 @@ from primerl_hpc.common.files import fsync_dir, read_json, write_json
 from primerl_hpc.common.model_files import INDEX, weight_files
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.launch.export.export import check_target
-from primerl_hpc.launch.export.merge import base_folder
 from primerl_hpc.transport.base_models.quantized import (
     StoredTensors,
     check_readable,
     quantization_of,
     without_quantization,
 )
+from primerl_hpc.transport.base_models.snapshots import base_folder
 from primerl_hpc.transport.weights.filesystem import COPIED_SUFFIXES, WeightWriter
 
 if TYPE_CHECKING:

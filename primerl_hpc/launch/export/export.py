@@ -21,12 +21,12 @@ from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, Occ
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, listed_file
 from primerl_hpc.common.model_files import shards_of_index
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.launch.export.merge import base_folder, is_adapter, merge_adapter
+from primerl_hpc.launch.export.merge import is_adapter, merge_adapter
 from primerl_hpc.launch.export.prediction_layers import add_tensors, prediction_tensors
 from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.leases import HeldLease, lease_path
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.base_models.snapshots import local_snapshot
+from primerl_hpc.transport.base_models.snapshots import base_folder, local_snapshot
 from primerl_hpc.transport.weights.filesystem import MANIFEST, FilesystemWeightReader, manifest_files
 
 CHUNK_BYTES = 1 << 22

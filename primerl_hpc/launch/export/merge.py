@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from primerl_hpc.common.errors import DataError, NotFoundError
+from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.model_files import weight_files
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.recipe.schema.training import adapter_scale
-from primerl_hpc.transport.base_models.snapshots import download_snapshot
 from primerl_hpc.transport.weights.filesystem import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
@@ -30,23 +29,6 @@ from primerl_hpc.transport.weights.filesystem import (
 
 def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
-
-
-def base_folder(model_path: str) -> Path:
-    """Return the folder of the base model: a path, or its hub snapshot. Raises NotFoundError if it is neither."""
-    path = Path(model_path)
-    if path.is_dir():
-        return path
-    if path.is_absolute():
-        raise NotFoundError(f"the model folder {path} does not exist")
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return download_snapshot(model_path)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise NotFoundError(
-            f"the base model {model_path} is neither a folder nor on the hub ({error})"
-        ) from error
 
 
 def merge_adapter(base: Path, adapter: Path, to: Path, *, version: int) -> list[dict[str, Any]]:

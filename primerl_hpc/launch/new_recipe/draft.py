@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from primerl_hpc.checks.recipe.model_config import find_config, read_model
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.document import Document, dump_flow
 from primerl_hpc.common.errors import ConfigError, OccupiedError
@@ -22,7 +23,6 @@ from primerl_hpc.launch.new_recipe.blocks import Entry, task_entries, with_defau
 from primerl_hpc.launch.new_recipe.request import RecipeRequest
 from primerl_hpc.launch.new_recipe.sizing import Sized, check_number, choose_layout, fewest_gpus
 from primerl_hpc.launch.planning.forecast import case_for
-from primerl_hpc.launch.planning.model_config import find_config, read_model
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe, parse_recipe
 from primerl_hpc.recipe.schema.recipe import Recipe
 

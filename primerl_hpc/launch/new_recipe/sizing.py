@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from primerl_hpc.checks.recipe.model_config import load_config, read_model
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.launch.planning.alternatives import with_auto_layout
 from primerl_hpc.launch.planning.forecast import case_for
 from primerl_hpc.launch.planning.learned import with_corrections
-from primerl_hpc.launch.planning.model_config import load_config, read_model
 from primerl_hpc.plan.assess.case import Case, make_case
 from primerl_hpc.plan.assess.choice import LayoutChoice
 from primerl_hpc.plan.assess.prediction import Prediction, predict

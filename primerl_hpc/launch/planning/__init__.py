@@ -1,5 +1,5 @@
-"""Predictions for a recipe on a profile: find the model's config.json, decide ``auto``, refuse what does not fit.
+"""Predictions for a recipe on a profile: decide ``auto``, refuse what does not fit.
 
-Reading order: model_config → learned (corrections of the ledger) → forecast → alternatives → screen → hour_budget
+Reading order: learned (corrections of the ledger) → forecast → alternatives → screen → hour_budget
 (``--budget``) → advice (what attempts measured: rows of the ledger, a faster split of the nodes).
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from primerl_hpc.checks.recipe.model_config import read_model
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast, case_for, space_of
 from primerl_hpc.launch.planning.learned import with_corrections
-from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.case import Case
 from primerl_hpc.plan.assess.parts import Parts
 from primerl_hpc.plan.assess.prediction import Prediction, predict

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from primerl_hpc.checks.recipe.model_config import ModelConfig
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
 from primerl_hpc.launch.planning.learned import layout_key, ledger_key, with_corrections
-from primerl_hpc.launch.planning.model_config import ModelConfig
 from primerl_hpc.plan.assess.case import Case, make_case
 from primerl_hpc.plan.assess.choice import apply_choice, choice_of
 from primerl_hpc.plan.assess.parts import Parts

@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from primerl_hpc.checks.recipe.metric_keys import check_metric_keys
 from primerl_hpc.common.document import Document, with_dots
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import MAIN_PHASE
-from primerl_hpc.launch.checks.metric_keys import check_metric_keys
 from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.recipe.load import validate_recipe, with_overrides
 from primerl_hpc.recipe.schedules import lr_factor

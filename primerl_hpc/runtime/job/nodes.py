@@ -17,9 +17,13 @@ from primerl_hpc.plan.plan import BundlePlan, SumsPlan
 from primerl_hpc.runtime.allocation import Allocation
 from primerl_hpc.runtime.context import RunContext
 from primerl_hpc.runtime.failures import FailureOrigin, supervisor_failure
-from primerl_hpc.runtime.job.network.step import measure_nodes
-from primerl_hpc.runtime.job.preflight import NAME, PreflightRun, check_sums, findings_of_level
-from primerl_hpc.runtime.job.sums import WRONG_HINT
+from primerl_hpc.runtime.job.preflight import (
+    NAME,
+    PreflightRun,
+    check_sums,
+    findings_of_level,
+    measure_nodes,
+)
 from primerl_hpc.runtime.steps.bundle import unpack_on_nodes
 from primerl_hpc.slurm.command_lines import hostnames_command, node_states_command, queue_command, rows_of
 from primerl_hpc.slurm.commands import answered_output
@@ -102,10 +106,12 @@ class Nodes:
 
     async def _check_sums(self, wants: SumsPlan, log: Path) -> None:
         """Raise ConfigError for wrong sums: no node is at fault alone, and training would diverge without an error."""
-        level, message = await check_sums(self.context.run_dir, wants, self.allocation, log)
-        self.journal.record("sums_checked", level=level, said=message)
-        if level == "bad":
-            raise ConfigError(f"the network corrupts data: {message}", location=str(log), hint=WRONG_HINT)
+        found = await check_sums(self.context.run_dir, wants, self.allocation, log)
+        self.journal.record("sums_checked", level=found.level, said=found.message)
+        if not found.is_ok:
+            raise ConfigError(
+                f"the network corrupts data: {found.message}", location=str(log), hint=found.hint
+            )
 
     def write_shortage(
         self, host: str, reason: str, message: str, *, process: str, check: str, log: Path | None = None

@@ -1,4 +1,4 @@
-"""Check every node of the allocation before the first process starts (`node_checks`), and evaluate the results.
+"""Check every node of the allocation before the first process starts (`checks`), and evaluate the results.
 
 One SLURM step named ``preflight`` runs over all nodes (one for each component of a heterogeneous job). Nodes without a
 result are checked a second time, all at once and each in a step of its own, because a node that cannot start its task
@@ -15,18 +15,16 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.checks import network, node, ranks, sums
+from primerl_hpc.checks.findings import Finding, bad
 from primerl_hpc.common.files import is_there, read_json_or_none, write_json
-from primerl_hpc.common.findings import Finding
 from primerl_hpc.common.waiting import Polling
 from primerl_hpc.plan.plan import PreflightPlan, SumsPlan
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.allocation import Allocation
-from primerl_hpc.runtime.job.node_checks import judge_clock, make_request
-from primerl_hpc.runtime.job.sums import judge_sums, make_sums_request, result_file
 from primerl_hpc.runtime.steps.srun import environ_of_job, srun_options
 from primerl_hpc.slurm.refusals import hint_about_option, srun_reason
 
@@ -52,7 +50,7 @@ class PreflightRun:
         for host in hosts:
             self.run.preflight_result(host).unlink(missing_ok=True)
         request = await asyncio.to_thread(
-            make_request,
+            node.make_request,
             self.wants.model_dump(mode="json"),
             nonce=self.nonce,
             head=socket.gethostname(),
@@ -75,10 +73,10 @@ class PreflightRun:
     def _no_result(self, host: str) -> Finding:
         if reason := self.reasons.get(host):
             hint = hint_about_option(f"srun: {reason}") or f"see {self.log}; ask the site"
-            return Finding("run directory", "bad", f"the step of the checks failed: {reason}", hint)
+            return bad(f"the step of the checks failed: {reason}", hint, check="run directory")
         message = f"no result in the run directory after {self.wants.timeout_s} s"
         hint = f"check that the run directory is shared and writable there; see {self.log}"
-        return Finding("run directory", "bad", message, hint)
+        return bad(message, hint, check="run directory")
 
     async def _check_hosts(self, hosts: list[str]) -> None:
         """Run one step on ``hosts``; collect results until it ends or its time is over."""
@@ -87,7 +85,7 @@ class PreflightRun:
             *srun_options(NAME, hosts, self.allocation, uses_gpus=uses_gpus),
             "--wait=0",
             *self.wants.srun_args,
-            *(sys.executable, "-m", "primerl_hpc.runtime.job.node_checks", str(self.run.preflight_request)),
+            *(sys.executable, "-m", node.__name__, str(self.run.preflight_request)),
         ]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -115,9 +113,7 @@ class PreflightRun:
                 continue
             result: dict[str, Any] = read_json_or_none(path) or {}
             if result.get("nonce") == self.nonce:
-                clock = judge_clock(result["time"], self.asked_at, time.time())
-                findings = [Finding.from_json(finding) for finding in result["findings"]]
-                self.findings[host] = [*findings, clock]
+                self.findings[host] = node.findings_of_result(result, self.asked_at)
 
     def _is_complete(self, hosts: list[str]) -> bool:
         return all(host in self.findings for host in hosts)
@@ -142,56 +138,55 @@ async def end_step(child: asyncio.subprocess.Process, timeout_s: float) -> None:
     await child.wait()
 
 
-@dataclass(frozen=True)
-class RanksStep:
-    """A SLURM step with the ranks of a trainer, in which every node writes a result (`sums.result_file`)."""
+async def _run_ranks(
+    module: str,
+    request: Path,
+    hosts: list[str],
+    wants: SumsPlan,
+    allocation: Allocation,
+    log: Path,
+    **more: Any,
+) -> list[dict[str, Any] | None]:
+    """Run a step with the ranks of a trainer on ``hosts`` (`checks.ranks`); return the result of each, or None.
 
-    name: str
-    module: str
-    request: Path
-    """File with what the ranks are to do."""
-
-    async def run(
-        self, content: dict[str, Any], hosts: list[str], wants: SumsPlan, allocation: Allocation, log: Path
-    ) -> list[dict[str, Any] | None]:
-        """Run the step on ``hosts``; return the result of each, or None. ``content``: of the request, with a nonce."""
-        for old in self.request.parent.glob(f"{self.request.stem}-*.json"):
-            old.unlink(missing_ok=True)
-        write_json(self.request, content)
-        command = [
-            *srun_options(self.name, hosts, allocation, uses_gpus=wants.accelerator == "gpu"),
-            "--wait=0",
-            *wants.srun_args,
-            *(*wants.argv, "-m", self.module, str(self.request)),
-        ]
-        with log.open("ab") as file:
-            child = await asyncio.create_subprocess_exec(
-                *command,
-                env=environ_of_job(os.environ) | wants.env,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-        await end_step(child, wants.timeout_s + END_S)
-        results = [read_json_or_none(result_file(self.request, node)) for node in range(len(hosts))]
-        nonce = content["nonce"]
-        shutil.rmtree(self.request.with_name(f"{self.request.stem}-store-{nonce}"), ignore_errors=True)
-        return [result if result and result["nonce"] == nonce else None for result in results]
-
-
-async def check_sums(run: RunDir, wants: SumsPlan, allocation: Allocation, log: Path) -> tuple[str, str]:
-    """Run the all-reduce with a known result on the hosts of the trainer's nodes.
-
-    Return (``ok`` | ``warn`` | ``bad``, message).
+    ``more``: further keys of the request.
     """
-    request = make_sums_request(
-        nonce=secrets.token_hex(8),
-        ranks_per_node=wants.ranks_per_node,
-        accelerator=wants.accelerator,
-        timeout_s=wants.timeout_s,
-    )
-    step = RanksStep("sums", "primerl_hpc.runtime.job.sums", run.sums_request)
-    return judge_sums(await step.run(request, allocation.hosts_of(wants.nodes), wants, allocation, log))
+    for old in request.parent.glob(f"{request.stem}-*.json"):
+        old.unlink(missing_ok=True)
+    nonce = secrets.token_hex(8)
+    write_json(request, ranks.make_request(wants, nonce) | more)
+    command = [
+        *srun_options(request.stem, hosts, allocation, uses_gpus=wants.accelerator == "gpu"),
+        *("--wait=0", *wants.srun_args, *wants.argv, "-m", module, str(request)),
+    ]
+    environ = environ_of_job(os.environ) | wants.env
+    with log.open("ab") as file:
+        child = await asyncio.create_subprocess_exec(
+            *command, env=environ, stdout=file, stderr=file, start_new_session=True
+        )
+    await end_step(child, wants.timeout_s + END_S)
+    results = ranks.read_results(request, len(hosts), nonce)
+    shutil.rmtree(ranks.store_folder(request, nonce), ignore_errors=True)
+    return results
+
+
+async def check_sums(run: RunDir, wants: SumsPlan, allocation: Allocation, log: Path) -> Finding:
+    """Run the all-reduce with a known result on the hosts of the trainer's nodes."""
+    hosts = allocation.hosts_of(wants.nodes)
+    return sums.judge_sums(await _run_ranks(sums.MODULE, run.sums_request, hosts, wants, allocation, log))
+
+
+async def measure_nodes(run: RunDir, wants: SumsPlan, allocation: Allocation, log: Path) -> network.SlowNodes:
+    """Measure the bandwidth of the nodes of the trainer's component, and find the slow ones.
+
+    Its spares are measured too: a spare that replaces a slow node must be fast.
+    """
+    trainer = allocation.component(allocation.hosts_of(wants.nodes)[:1])
+    hosts = [host for host in allocation.all_hosts if allocation.component([host]) == trainer]
+    hosts = allocation.in_order(hosts)
+    request = run.network_request
+    results = await _run_ranks(network.MODULE, request, hosts, wants, allocation, log, has_bandwidth=True)
+    return network.judge_nodes([row for row in results if row], len(hosts))
 
 
 def findings_of_level(findings: dict[str, list[Finding]], level: str) -> dict[str, list[Finding]]:

@@ -34,9 +34,9 @@ import time
 from collections.abc import MutableMapping
 
 from primerl_hpc.common.node.binding import bind_engine
-from primerl_hpc.runtime.steps.limits import raise_limits
+from primerl_hpc.common.node.limits import raise_limits
+from primerl_hpc.run.access.private_tmp import PrivateTmp, delete_abandoned
 from primerl_hpc.runtime.steps.oom import OomWatch
-from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 GIVE_UP_S = 20.0

@@ -2,12 +2,15 @@
 
 download_snapshot("org/model")          # its folder, after a download of missing files
 local_snapshot("org/model")             # its folder, or None if it is not on this machine
+base_folder("/models/base")             # a folder, or that of a hub id; NotFoundError if it is neither
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+
+from primerl_hpc.common.errors import NotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +47,20 @@ def download_snapshot(name: str, *, has_weights: bool = True) -> Path:
 
     patterns = [*([WEIGHTS] if has_weights else []), *SMALL_FILES]
     return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(UNREAD_FILES)))
+
+
+def base_folder(model_path: str) -> Path:
+    """Return the folder of the base model: a path, or its hub snapshot. Raises NotFoundError if it is neither."""
+    path = Path(model_path)
+    if path.is_dir():
+        return path
+    if path.is_absolute():
+        raise NotFoundError(f"the model folder {path} does not exist")
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return download_snapshot(model_path)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise NotFoundError(
+            f"the base model {model_path} is neither a folder nor on the hub ({error})"
+        ) from error

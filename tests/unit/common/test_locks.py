@@ -18,10 +18,10 @@ CALLERS = {
     "common/node/compile_caches.py": "tests/unit/common/node/test_compile_caches.py",
     "inference/worker/mirror.py": "tests/unit/transport/test_weights_delta.py",
     "launch/planning/advice.py": "tests/unit/launch/planning/test_measured.py",
-    "launch/prefetch/fetch.py": "tests/unit/launch/test_prefetch.py",
-    "recipe/sft/tables.py": "tests/unit/launch/test_prefetch.py",
+    "offline/prefetch/fetch.py": "tests/unit/offline/test_prefetch.py",
+    "recipe/sft/tables.py": "tests/unit/offline/test_prefetch.py",
     "run/ledger/store.py": "tests/unit/common/test_locks.py",
-    "runtime/steps/private_tmp.py": "tests/unit/runtime/test_site_variables.py",
+    "run/access/private_tmp.py": "tests/unit/runtime/test_site_variables.py",
     "transport/base_models/staging.py": "tests/unit/transport/test_base_models.py",
 }
 """Module → the test that runs it where there are no locks."""

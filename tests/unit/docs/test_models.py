@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from primerl_hpc.checks.recipe.model_config import load_config, refuse_untrainable
 from primerl_hpc.common import model_families
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.model_families import check_family
-from primerl_hpc.launch.planning.model_config import load_config, refuse_untrainable
 from primerl_hpc.plan.predict.architectures.families import ARCHITECTURES
 from primerl_hpc.transport.base_models.engine_options import BIASED_CHOICE, check_engine
 from tests.e2e.test_parallel import LAYOUTS, REFUSED

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from primerl_hpc.cli.main import cli
 from tests.support.helpers import ROOT
-from tests.unit.launch.checks.test_environments import folder  # noqa: F401 (a fixture)
+from tests.unit.checks.recipe.test_environments import folder  # noqa: F401 (a fixture)
 
 STAGES = (
     "recipe/load.py: load_recipe",
@@ -21,17 +21,17 @@ STAGES = (
     "cluster/load.py: load_profile",
     "launch/compose.py: compose",
     "recipe/resolve.py: resolve",
-    "launch/planning/model_config.py: read_model",
+    "checks/recipe/model_config.py: read_model",
     "plan/planner.py: compile_plan",
-    "launch/prefetch/needs.py: needs_of_plan",
+    "offline/prefetch/needs.py: needs_of_plan",
     "render/job.py: render_job",
     "render/lint.py: check_script",
     "launch/checklist.py: check",
     "launch/checklist.py: check_chain",
     "launch/checklist.py: check_keys",
-    "launch/checks/software.py: check_software",
-    "launch/checks/environments.py: check_environments",
-    "launch/prefetch/check.py: check_needs",
+    "checks/recipe/software.py: check_software",
+    "checks/recipe/environments.py: check_environments",
+    "offline/prefetch/check.py: check_needs",
     "launch/submit.py: claim_run_dir",
     "launch/submit.py: write",
     "launch/submit.py: write_files",

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.checks.recipe.model_config import read_model
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
 from primerl_hpc.launch.planning.advice import shape_of
 from primerl_hpc.launch.planning.forecast import decide_auto, forecast_plan, refuse_misfit
-from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.case import make_case
 from primerl_hpc.plan.assess.choice import choice_of
 from primerl_hpc.plan.assess.prediction import Prediction, predict

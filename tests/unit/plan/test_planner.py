@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primerl_hpc.checks.nodes import node_srun_command
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, PrimerlError
 from primerl_hpc.common.names import Role
-from primerl_hpc.launch.doctor.nodes import node_srun_command
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.plan.planner import compile_plan

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from primerl_hpc.checks.recipe.metric_keys import check_metric_keys
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.launch.checks.metric_keys import check_metric_keys
 from primerl_hpc.recipe.load import parse_recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir

@@ -14,9 +14,9 @@ import pytest
 from primerl_hpc.common import env, package
 from primerl_hpc.common.names import Role
 from primerl_hpc.render.bundle import shell_folder
+from primerl_hpc.run.access.private_tmp import PrivateTmp, delete_abandoned
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.step import Launch
-from primerl_hpc.runtime.steps.private_tmp import PrivateTmp, delete_abandoned
 from primerl_hpc.runtime.steps.srun import environ_of_job
 from tests.support.helpers import ROOT, process_plan, unusable_sft_recipe
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from primerl_hpc.checks.recipe.model_config import find_config, load_config
 from primerl_hpc.cli.main import cli
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError
 from primerl_hpc.launch.compose import plan_run
 from primerl_hpc.launch.planning.alternatives import parse_nodes
 from primerl_hpc.launch.planning.forecast import read_lengths
-from primerl_hpc.launch.planning.model_config import find_config, load_config
 from primerl_hpc.launch.planning.screen import forecast_lines
 from primerl_hpc.plan.predict.shape import known_config, known_models
 from primerl_hpc.recipe.load import load_recipe

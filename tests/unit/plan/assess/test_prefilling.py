@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from primerl_hpc.checks.recipe.model_config import read_model
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.launch.planning.alternatives import compare_layouts
 from primerl_hpc.launch.planning.forecast import case_for, decide_auto, forecast_plan, refuse_misfit, space_of
-from primerl_hpc.launch.planning.model_config import read_model
 from primerl_hpc.plan.assess.choice import apply_choice, choice_of
 from primerl_hpc.plan.assess.prediction import predict
 from primerl_hpc.plan.assess.remedy import smallest_change
