@@ -7,6 +7,7 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from primerl_hpc.cli.options import (
     no_custom_code_option,
     print_json,
     recipe_and_profile,
+    refuse_options,
 )
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.log import fold, notice, show_warnings
@@ -38,7 +40,8 @@ EPILOG = make_epilog(
     "plan my.yaml -p h100x64 --set max_steps=200 --json",
     "plan my.yaml -p h100x64 --why memory.trainer",
     "plan my.yaml -p h100x64 --nodes 4..32",
-    codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
+    "plan my.yaml -p h100x64 --scripts --steps",
+    codes=(ExitCode.NOT_FOUND, ExitCode.OCCUPIED, ExitCode.CONFIG),
 )
 
 
@@ -52,19 +55,39 @@ EPILOG = make_epilog(
     "--nodes", "nodes", metavar="A..B", help="Show the best layout and GPU-hours for A, 2A, … B nodes."
 )
 @click.option("--like", metavar="RUN", help="Take the lengths of rollouts from the metrics of this run.")
+@click.option(
+    "--scripts", "is_script", is_flag=True, help="Print the batch scripts: run, elastic engines, export."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --scripts: write them to this folder instead.",
+)
+@click.option(
+    "--steps", "with_steps", is_flag=True, help="With --scripts: also the srun command of each role."
+)
 @no_custom_code_option
 @json_option
 def command(
     recipe: str, profile_name: str | None, overrides: tuple[str, ...], as_json: bool, **shown: Any
 ) -> None:
-    """Show what RECIPE would run where, whether it fits, and how long it takes, without starting anything."""
+    """Show what RECIPE would run where, whether it fits, and how long it takes, without starting anything.
+
+    --scripts shows the batch scripts; with --steps also how the supervisor will start each role: the srun command and
+    its variables.
+    """
     from primerl_hpc.launch.planning.screen import budget_warning
     from primerl_hpc.recipe.custom_code import code_lines, note_custom_code
 
+    if not shown["is_script"]:
+        refuse_options({"out", "with_steps"}, "needs --scripts")
     loaded, profile = load_both(recipe, profile_name, overrides)
     check_custom_code(loaded.recipe)
     measured = _measured(shown["like"])
     plan, forecast, warnings = preview_with_warnings(loaded, profile, measured)
+    if shown["is_script"]:
+        _show_scripts(plan, profile, shown["out"], as_json, with_steps=shown["with_steps"])
+        return
     if shown["figure"] is not None:
         _show_figure(forecast, shown["figure"], as_json)
         return
@@ -102,6 +125,43 @@ def _measured(like: str | None) -> MeasuredLengths | None:
     found = find_run(like)
     refresh(found)
     return read_lengths(found)
+
+
+def _show_scripts(
+    plan: Plan, profile: LoadedProfile, out: Path | None, as_json: bool, *, with_steps: bool
+) -> None:
+    """Print the batch scripts, or write them. Raises OccupiedError if ``out`` has a different script."""
+    from primerl_hpc.common.errors import OccupiedError
+    from primerl_hpc.common.files import write_text
+    from primerl_hpc.common.package import package_root
+    from primerl_hpc.launch.compose import interpreter, make_scripts
+    from primerl_hpc.launch.planned_steps import planned_steps
+    from primerl_hpc.render.lint import warnings_of
+
+    scripts = make_scripts(plan, profile, package_root())
+    show_warnings(warnings_of(scripts["job.sbatch"]))
+    paths = {name: out / name for name in scripts} if out else {}
+    for name, path in paths.items():
+        if path.exists() and path.read_bytes() != scripts[name].encode():
+            raise OccupiedError(
+                "a different script already exists", location=str(path), hint="choose another --out"
+            )
+    for name, path in paths.items():
+        write_text(path, scripts[name], mode=0o755)
+    steps = planned_steps(plan, profile.profile, interpreter(profile)) if with_steps else []
+    if as_json:
+        path = paths.get("job.sbatch")
+        found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        print_json(found | ({"steps": [dataclasses.asdict(step) for step in steps]} if with_steps else {}))
+        return
+    if paths:
+        click.echo("\n".join(map(str, paths.values())))
+    elif len(scripts) == 1:
+        click.echo(scripts["job.sbatch"], nl=False)
+    else:
+        click.echo("\n".join(f"==> {name} <==\n{script}" for name, script in scripts.items()), nl=False)
+    for step in steps:
+        click.echo(f"\n==> {step.title} <==\n{step.text}")
 
 
 def show_forecast(forecast: PlanForecast, budget: Budget | None = None) -> None:
