@@ -4,5 +4,5 @@ Reading order: main (the table of commands, errors and exit codes) → aliases (
 (shared options and helpers), values (arguments that a shell completes) → new, import_config, submit, plan, prefetch,
 bundle, evaluate → status, logs, diagnose, top, stacks, profile, samples, scores, sync, report → cancel, exec, resume,
 role (one process of a run, started manually) → du, prune, archive → chat, export, convert → env, doctor, bench,
-bench_tables (results of bench), calibrate → explain, completion.
+calibrate → explain, completion.
 """

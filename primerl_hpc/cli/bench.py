@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from primerl_hpc.cli.bench_tables import load_table, loop_table, trainer_table
 from primerl_hpc.cli.options import (
     SUBMIT_CODES,
     check_custom_code,
@@ -143,6 +142,7 @@ def command(part: str, target: str, as_json: bool, **how: Any) -> None:
     rollouts without a trainer. loop: everything, on synthetic rollouts. On several nodes, this submits a job and waits
     for it.
     """
+    from primerl_hpc.launch.bench.tables import trainer_table
     from primerl_hpc.tracking.bench_result import check_wandb, send_result
 
     _refuse_options_of_other_parts(LOOP if part == "submit" else part)
@@ -223,6 +223,7 @@ def _measure_run(
 ) -> tuple[str, dict[str, Any], Callable[[dict[str, Any]], list[str]]]:
     """Return the name of the recipe, the result, and the function that makes its table."""
     from primerl_hpc.launch.bench.loop import bench_engines, bench_loop
+    from primerl_hpc.launch.bench.tables import load_table, loop_table
     from primerl_hpc.launch.bench.target import target_of_run
 
     run = _find_run(target, how)

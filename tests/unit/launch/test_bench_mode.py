@@ -23,8 +23,8 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-from primerl_hpc.cli.bench_tables import trainer_table  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
+from primerl_hpc.launch.bench.tables import trainer_table  # noqa: E402
 from primerl_hpc.plan.bench_plans import BenchRequest, for_bench  # noqa: E402
 from primerl_hpc.plan.predict.flops import visible_pairs  # noqa: E402
 from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402
