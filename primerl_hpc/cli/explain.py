@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option
+from primerl_hpc.cli.options import json_option, make_epilog, print_json, refuse_options, set_option
 from primerl_hpc.cli.values import KEY
 from primerl_hpc.common.document import dump_flow, dump_yaml
 from primerl_hpc.common.errors import ExitCode
@@ -16,6 +16,7 @@ EPILOG = make_epilog(
     "explain",
     "explain rollouts.max_off_policy_steps --recipe my.yaml",
     "explain scheduler.time --of profile",
+    "explain --schema > recipe.schema.json",
     codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
 )
 
@@ -31,17 +32,18 @@ EPILOG = make_epilog(
     show_default=True,
     help="Select the file format.",
 )
+@click.option("--schema", "is_schema", is_flag=True, help="Print the JSON schema of all keys, for editors.")
 @set_option
 @json_option
 def command(
-    key: str | None, recipe: str | None, what: str, overrides: tuple[str, ...], as_json: bool
+    key: str | None, recipe: str | None, what: str, is_schema: bool, overrides: tuple[str, ...], as_json: bool
 ) -> None:
     """Explain KEY: type, default, meaning and origin. Without KEY, list all keys.
 
     Levels of a key are separated by dots: optimizer.lr.
     """
     from primerl_hpc.cluster.schema import Profile
-    from primerl_hpc.recipe.explain import explain, explain_all
+    from primerl_hpc.recipe.explain import explain, explain_all, json_schema
     from primerl_hpc.recipe.load import load_recipe
     from primerl_hpc.recipe.schema.recipe import Recipe
 
@@ -54,6 +56,10 @@ def command(
     if overrides and recipe is None:
         raise click.UsageError("--set needs --recipe, whose values it changes")
     root = Recipe if what == "recipe" else Profile
+    if is_schema:
+        refuse_options({"key", "recipe"}, "does not apply to --schema")
+        print_json(json_schema(root))
+        return
     if key is None:
         entries = explain_all(root)
         if as_json:
