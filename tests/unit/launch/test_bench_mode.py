@@ -35,6 +35,7 @@ from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of, windows_of  # noqa: E402
 from tests.support.helpers import random_row  # noqa: E402
 from tests.unit.cli.test_cli import primerl  # noqa: E402
+from tools.bench.machine import QWEN3_600M  # noqa: E402
 
 SHAPE = {
     "vocab_size": 97,
@@ -44,16 +45,6 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-}
-QWEN3_600M = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
 }
 
 
