@@ -204,5 +204,5 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
         click.echo(f"prepared; start it manually with:  {launcher} {shlex.quote(str(path))}")
     else:
         click.echo("nothing was written or started; --run-dir D also prepares the directory D")
-        click.echo("primerl-hpc render --steps shows the srun command and the variables of each role")
+        click.echo("primerl-hpc plan --scripts --steps shows the srun command and the variables of each role")
     return code
