@@ -57,36 +57,49 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-# end-to-end modules that share a fixture of the session; the longest row first, so that all workers end at one time
-SHARED = {
-    "warm_model": ("test_adapters", "test_evaluate", "test_run", "test_teacher"),
+LANES = {
+    "second_cluster": (
+        "slurm/test_chain",
+        "slurm/test_lifecycle",
+        "slurm/test_real_run",
+        "slurm/test_recovery",
+    ),
+    "warm_model": (
+        *("e2e/test_adapters", "e2e/test_colocated", "e2e/test_evaluate", "e2e/test_run", "e2e/test_teacher"),
+    ),
     "serving": (
-        *("test_chat", "test_env_server", "test_evaluate_elsewhere", "test_inference", "test_prefill"),
-        *("test_listeners", "test_sockets"),
+        *("e2e/test_chat", "e2e/test_env_server", "e2e/test_evaluate_elsewhere", "e2e/test_inference"),
+        *("e2e/test_token_route", "security/test_chat_templates", "security/test_env_servers"),
+        *("security/test_flood", "security/test_listeners", "security/test_sockets"),
     ),
 }
-LONG = ("e2e/test_trainer", "e2e/test_parallel", "runtime/test_supervisor")
-"""Modules that take minutes: before the others, for the same reason."""
+"""Half of the tests on a virtual cluster, and the users of a fixture of the session, by its name."""
+LONG = (
+    *("e2e/test_trainer", "e2e/test_parallel", "unit/runtime/test_supervisor", "e2e/test_served_updates"),
+    *("security/test_files", "unit/roles/test_tracker", "unit/test_two_phases"),
+)
+"""Modules that take half a minute or more: they start before the others, so that all workers end at one time."""
 
 
 def lane(nodeid: str) -> tuple[int, str]:
     """(rank, name) of the tests that one pytest-xdist worker runs in a row, because they share what is dear to start.
 
-    The virtual cluster mostly waits, runs and engines mostly compute: started together, they fill the machine.
+    Virtual clusters mostly wait, runs and engines mostly compute: started together, they fill the machine.
     """
-    folder, module = Path(nodeid.partition("::")[0]).with_suffix("").parts[-2:]
-    if folder == "slurm":
-        return 0, "slurm"
-    if folder in ("e2e", "security"):
-        for rank, (name, modules) in enumerate(SHARED.items(), start=1):
-            if module in modules:
-                return rank, name
-    name = f"{folder}/{module}"
-    return 3 if name in LONG else 4, name
+    module = nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+    shared = [name for name, modules in LANES.items() if module in modules]
+    name = shared[0] if shared else "slurm" if module.startswith("slurm/") else module
+    first = ("slurm", *LANES, *LONG)
+    return first.index(name) if name in first else len(first), name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: lane(item.nodeid))
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+        for name in LANES.keys() & fixtures.keys():
+            if fixtures[name][-1].scope == "session" and lane(item.nodeid)[1] != name:
+                raise pytest.UsageError(f"{item.nodeid} uses the fixture {name}: add its module to LANES")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from primerl_hpc.cli.options import json_option, make_epilog, print_json, set_option
+from primerl_hpc.cli.options import json_option, make_epilog, print_json, refuse_options, set_option
 from primerl_hpc.cli.values import KEY
+from primerl_hpc.common.document import dump_flow, dump_yaml
 from primerl_hpc.common.errors import ExitCode
-from primerl_hpc.common.log import show_warnings
+from primerl_hpc.common.log import hang, show_warnings
 
 EPILOG = make_epilog(
     "explain",
     "explain rollouts.max_off_policy_steps --recipe my.yaml",
     "explain scheduler.time --of profile",
+    "explain --schema > recipe.schema.json",
     codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
 )
 
@@ -28,18 +32,18 @@ EPILOG = make_epilog(
     show_default=True,
     help="Select the file format.",
 )
+@click.option("--schema", "is_schema", is_flag=True, help="Print the JSON schema of all keys, for editors.")
 @set_option
 @json_option
 def command(
-    key: str | None, recipe: str | None, what: str, overrides: tuple[str, ...], as_json: bool
+    key: str | None, recipe: str | None, what: str, is_schema: bool, overrides: tuple[str, ...], as_json: bool
 ) -> None:
     """Explain KEY: type, default, meaning and origin. Without KEY, list all keys.
 
     Levels of a key are separated by dots: optimizer.lr.
     """
     from primerl_hpc.cluster.schema import Profile
-    from primerl_hpc.common.log import hang
-    from primerl_hpc.recipe.explain import explain, explain_all
+    from primerl_hpc.recipe.explain import explain, explain_all, json_schema
     from primerl_hpc.recipe.load import load_recipe
     from primerl_hpc.recipe.schema.recipe import Recipe
 
@@ -52,6 +56,10 @@ def command(
     if overrides and recipe is None:
         raise click.UsageError("--set needs --recipe, whose values it changes")
     root = Recipe if what == "recipe" else Profile
+    if is_schema:
+        refuse_options({"key", "recipe"}, "does not apply to --schema")
+        print_json(json_schema(root))
+        return
     if key is None:
         entries = explain_all(root)
         if as_json:
@@ -67,6 +75,15 @@ def command(
         print_json(entry)
         return
     click.echo(entry["key"])
-    for name in ("type", "default", "meaning", "value", "origin", "keys"):
-        if entry.get(name) not in (None, ""):
-            click.echo(f"  {name + ':':<9} {hang(str(entry[name]), 12)}")
+    if isinstance(entry["default"], dict):
+        del entry["keys"]  # the default names them
+    for name in ("type", "meaning", "default", "keys", "value", "origin"):
+        if entry.get(name, "") != "":
+            click.echo(f"  {name + ':':<9} {hang(_text(entry[name]), 12)}")
+
+
+def _text(value: Any) -> str:
+    """Return a value as a recipe would have it: a block as lines of YAML. Prose is shown without markup."""
+    if isinstance(value, str):
+        return value.replace("``", "`")
+    return dump_yaml(value).rstrip() if value and isinstance(value, dict) else dump_flow(value)

@@ -1,7 +1,7 @@
 """``primerl-hpc``: the table of commands, and the handling of their errors.
 
-A command module defines a click command named ``command``, or ``make_command(name)``. An error becomes one sentence on
-stderr and an exit code; ``--debug`` (or PRIMERL_DEBUG=1) shows the traceback.
+A command module defines a click command named ``command``. An error becomes one sentence on stderr and an exit code;
+``--debug`` (or PRIMERL_DEBUG=1) shows the traceback. `aliases` has the commands of earlier versions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from primerl_hpc.cli import aliases
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
 from primerl_hpc.common.log import notice
@@ -31,15 +32,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "new": ("new", "Write a recipe for a model and a number of GPUs."),
         "import-config": ("import_config", "Write a recipe from prime-rl's rl.toml."),
         "submit": ("submit", "Compile a recipe for a cluster and start it."),
-        "plan": ("plan", "Show what would run where, and why."),
-        "render": ("render", "Write only the batch scripts."),
+        "plan": ("plan", "Show what would run where, why, and the scripts."),
         "prefetch": ("prefetch", "Fetch models, data and images before a run."),
         "bundle": ("bundle", "Pack a Python environment into one file for nodes."),
         "eval": ("evaluate", "Evaluate a model, or the weights of a run."),
     },
     "Watch": {
         "status": ("status", "Show all runs, or one run in detail."),
-        "list": ("list_runs", "List the names and folders of your runs."),
         "logs": ("logs", "Print or follow the log of any role."),
         "diagnose": ("diagnose", "Explain what is wrong with a run and how to fix it."),
         "top": ("top", "Follow the logs of runs side by side in tmux."),
@@ -52,9 +51,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Control": {
         "cancel": ("cancel", "Save and stop a run (--now: without saving)."),
-        "exec": ("exec", "Run a command on the nodes of a running run."),
-        "shell": ("shell", "Open a shell on a node of a running run."),
+        "exec": ("exec", "Run a command, or a shell, on nodes of a running run."),
         "resume": ("resume", "Continue from the last complete checkpoint."),
+        "role": ("role", "Run one process of a prepared run in this terminal."),
     },
     "Store": {
         "du": ("du", "Show the disk space of a run by kind of file."),
@@ -66,26 +65,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("export", "Export a policy version as a model folder."),
         "convert": ("convert", "Write a quantized model with bfloat16 weights."),
     },
-    "Learn": {
+    "Check and measure": {
         "env": ("env", "Check or install an environment."),
         "doctor": ("doctor", "Check that this machine and cluster are ready."),
+        "bench": ("bench", "Measure trainer, engines, rollouts or the loop."),
         "calibrate": ("calibrate", "Measure a node, so that plans use its speed."),
+    },
+    "Learn": {
         "explain": ("explain", "Explain a key: type, default, meaning, origin."),
         "completion": ("completion", "Print the completion script of a shell."),
-        "schema": ("schema", "Print the JSON schema of recipes or profiles."),
-    },
-    "Run one process": {
-        "inference": ("role", "Serve a model as a job, or one engine of a run."),
-        "router": ("role", "Run the router of a prepared run."),
-        "prefill": ("role", "Run one prefill engine."),
-        "teacher": ("role", "Run one engine of the teacher."),
-        "judge": ("role", "Run one engine of the judge."),
-        "env-server": ("role", "Run one environment server."),
-        "orchestrator": ("role", "Run the orchestrator."),
-        "trainer": ("role", "Run the RL trainer."),
-        "sft": ("role", "Run the SFT trainer."),
-        "evaluator": ("role", "Run the evaluator."),
-        "tracker": ("role", "Send metrics to one experiment tracker."),
     },
 }
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
@@ -118,8 +106,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"primerl_hpc.cli.{COMMANDS[cmd_name][0]}")
-        return module.make_command(cmd_name) if hasattr(module, "make_command") else module.command
+        return importlib.import_module(f"primerl_hpc.cli.{COMMANDS[cmd_name][0]}").command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete names of commands from `COMMANDS`, and options."""
@@ -132,7 +119,11 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = click.utils.make_str(args[0]) if args else ""
-        if name and not name.startswith("-") and name not in COMMANDS:
+        if present := aliases.replacement(name, args[1:]):
+            if not ctx.resilient_parsing:  # not while a shell completes
+                notice(aliases.note(name, present))
+            args = [*present, *aliases.present_arguments(name, args[1:])]
+        elif name and not name.startswith("-") and name not in COMMANDS:
             import difflib
 
             near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from primerl_hpc.cli.values import PROCESS, PROFILE, PROFILE_KEY, RECIPE, RECIPE_KEY, RUN
+from primerl_hpc.cli.values import PROFILE, PROFILE_KEY, RECIPE, RECIPE_KEY, RUN
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.log import show_warnings
@@ -242,17 +242,22 @@ live_code_option = click.option(
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,
-    help="Check everything and show the plan, but start nothing; with --run-dir also prepare that directory.",
+    help="Check everything and show the plan, but start nothing; with --run-dir also prepare that directory. The exit "
+    "code is that of a submission.",
 )
 follow_option = click.option(
     "--follow", "-f", is_flag=True, help="Show progress until the run ends; ^C stops only the display."
 )
-node_option = click.option("--node", metavar="HOST", help="Use this node of the run.")
-role_option = click.option(
-    "--role",
-    type=PROCESS,
-    metavar="ROLE",
-    help="Use the nodes of this role (trainer) or process (inference-0).",
+index_option = click.option(
+    "--index",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="I",
+    show_default=True,
+    help="Select this process of the role.",
+)
+phase_option = click.option(
+    "--phase", help="Select this phase of the plan. [default: the one with this role]"
 )
 run_argument = click.argument("run", type=RUN, required=False)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +17,7 @@ from primerl_hpc.cli.options import (
     no_custom_code_option,
     print_json,
     recipe_and_profile,
+    refuse_options,
 )
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.log import fold, notice, show_warnings
@@ -27,7 +26,7 @@ from primerl_hpc.observe.text import WIDTH, wrap
 if TYPE_CHECKING:
     from primerl_hpc.cluster.load import LoadedProfile
     from primerl_hpc.launch.planning.forecast import MeasuredLengths, PlanForecast
-    from primerl_hpc.plan.plan import PhasePlan, Plan, ProcessPlan
+    from primerl_hpc.plan.plan import Plan
     from primerl_hpc.recipe.load import LoadedRecipe
     from primerl_hpc.slurm.budget import Budget
 
@@ -38,7 +37,8 @@ EPILOG = make_epilog(
     "plan my.yaml -p h100x64 --set max_steps=200 --json",
     "plan my.yaml -p h100x64 --why memory.trainer",
     "plan my.yaml -p h100x64 --nodes 4..32",
-    codes=(ExitCode.NOT_FOUND, ExitCode.CONFIG),
+    "plan my.yaml -p h100x64 --scripts --steps",
+    codes=(ExitCode.NOT_FOUND, ExitCode.OCCUPIED, ExitCode.CONFIG),
 )
 
 
@@ -52,19 +52,39 @@ EPILOG = make_epilog(
     "--nodes", "nodes", metavar="A..B", help="Show the best layout and GPU-hours for A, 2A, … B nodes."
 )
 @click.option("--like", metavar="RUN", help="Take the lengths of rollouts from the metrics of this run.")
+@click.option(
+    "--scripts", "is_script", is_flag=True, help="Print the batch scripts: run, elastic engines, export."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="With --scripts: write them to this folder instead.",
+)
+@click.option(
+    "--steps", "with_steps", is_flag=True, help="With --scripts: also the srun command of each role."
+)
 @no_custom_code_option
 @json_option
 def command(
     recipe: str, profile_name: str | None, overrides: tuple[str, ...], as_json: bool, **shown: Any
 ) -> None:
-    """Show what RECIPE would run where, whether it fits, and how long it takes, without starting anything."""
+    """Show what RECIPE would run where, whether it fits, and how long it takes, without starting anything.
+
+    --scripts shows the batch scripts; with --steps also how the supervisor will start each role: the srun command and
+    its variables.
+    """
     from primerl_hpc.launch.planning.screen import budget_warning
     from primerl_hpc.recipe.custom_code import code_lines, note_custom_code
 
+    if not shown["is_script"]:
+        refuse_options({"out", "with_steps"}, "needs --scripts")
     loaded, profile = load_both(recipe, profile_name, overrides)
     check_custom_code(loaded.recipe)
     measured = _measured(shown["like"])
     plan, forecast, warnings = preview_with_warnings(loaded, profile, measured)
+    if shown["is_script"]:
+        _show_scripts(plan, profile, shown["out"], as_json, with_steps=shown["with_steps"])
+        return
     if shown["figure"] is not None:
         _show_figure(forecast, shown["figure"], as_json)
         return
@@ -102,6 +122,44 @@ def _measured(like: str | None) -> MeasuredLengths | None:
     found = find_run(like)
     refresh(found)
     return read_lengths(found)
+
+
+def _show_scripts(
+    plan: Plan, profile: LoadedProfile, out: Path | None, as_json: bool, *, with_steps: bool
+) -> None:
+    """Print the batch scripts, or write them. Raises OccupiedError if ``out`` has a different script."""
+    from primerl_hpc.common.errors import OccupiedError
+    from primerl_hpc.common.files import write_text
+    from primerl_hpc.launch.compose import interpreter, make_scripts
+    from primerl_hpc.launch.planned_steps import planned_steps
+    from primerl_hpc.offline.code.keep import plan_code
+    from primerl_hpc.render.lint import warnings_of
+    from primerl_hpc.run.rundir import RunDir
+
+    scripts = make_scripts(plan, profile, plan_code(RunDir(Path(plan.run_dir)), plan).root)
+    show_warnings(warnings_of(scripts["job.sbatch"]))
+    paths = {name: out / name for name in scripts} if out else {}
+    for name, path in paths.items():
+        if path.exists() and path.read_bytes() != scripts[name].encode():
+            raise OccupiedError(
+                "a different script already exists", location=str(path), hint="choose another --out"
+            )
+    for name, path in paths.items():
+        write_text(path, scripts[name], mode=0o755)
+    steps = planned_steps(plan, profile.profile, interpreter(profile)) if with_steps else []
+    if as_json:
+        path = paths.get("job.sbatch")
+        found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
+        print_json(found | ({"steps": [dataclasses.asdict(step) for step in steps]} if with_steps else {}))
+        return
+    if paths:
+        click.echo("\n".join(map(str, paths.values())))
+    elif len(scripts) == 1:
+        click.echo(scripts["job.sbatch"], nl=False)
+    else:
+        click.echo("\n".join(f"==> {name} <==\n{script}" for name, script in scripts.items()), nl=False)
+    for step in steps:
+        click.echo(f"\n==> {step.title} <==\n{step.text}")
 
 
 def show_forecast(forecast: PlanForecast, budget: Budget | None = None) -> None:
@@ -233,86 +291,8 @@ def _format_estimate(estimate: dict[str, Any]) -> str:
     )
 
 
-def _nodes_in_words(plan: Plan, kind: str) -> str:
-    words = []
-    # the CPU partition is the first component, and shown last
-    for component in sorted(plan.all_components, key=lambda component: component.is_cpu):
-        number = len(component.nodes)
-        if component.is_cpu:
-            words.append(f"{number} of the CPU partition")
-            continue
-        label = f" ({component.node_type})" if component.node_type else ""
-        words.append(f"{number} node(s) of {component.accelerators_per_node} {kind}{label}")
-    words += [f"{plan.spare_nodes} spare"] if plan.spare_nodes else []
-    words += [f"{plan.num_elastic} job(s) of one engine"] if plan.num_elastic else []
-    return " + ".join(words)
-
-
-def _groups(phase: PhasePlan) -> list[list[ProcessPlan]]:
-    """Return the processes in order, with adjacent ones in one group that differ only in their location."""
-    parts = (phase.processes, phase.elastic)
-    return [list(group) for part in parts for _, group in itertools.groupby(part, _shape)]
-
-
-def _shape(process: ProcessPlan) -> tuple[Any, ...]:
-    return process.role, len(process.nodes), len(process.accelerators), process.on_exit
-
-
-def _row(group: list[ProcessPlan], kind: str, where: str | None) -> tuple[str, str, str, str]:
-    """Return the table row of a group: processes, nodes, accelerators, what their exit means."""
-    first, count = group[0], len(group)
-    if count == 1:
-        taken = f"{kind} {ranges(first.accelerators) or '-'}"
-        return first.name, where or f"on {_nodes_of(first.nodes)}", taken, first.on_exit.value
-    by_node = Counter(node for process in group for node in process.nodes)
-    spread = ""
-    if len(first.nodes) > 1:
-        spread = f", {len(first.nodes)} nodes each"
-    elif len(by_node) > 1 and len(set(by_node.values())) == 1:
-        spread = f", {next(iter(by_node.values()))} a node"
-    number = len(first.accelerators)
-    taken = f"{kind} {number} {'a node' if len(first.nodes) > 1 else 'each'}" if number else f"{kind} -"
-    where = where or f"on {_nodes_of(by_node)}{spread}"
-    return f"{first.role.value} ×{count}", where, taken, first.on_exit.value
-
-
-def _nodes_of(nodes: Iterable[int]) -> str:
-    distinct = sorted(set(nodes))
-    return f"{'node' if len(distinct) == 1 else 'nodes'} {ranges(distinct)}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return the text ``0-2,5`` for ``(0, 1, 2, 5)``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
-
-
 def show_plan(plan: Plan) -> None:
     """Print nodes, phases and processes of a plan, and the choices that the planner made."""
-    kind = "GPUs" if plan.accelerator == "gpu" else "CPU slots"
-    _show(f"{plan.name}: {plan.kind.value} on profile {plan.profile_name} ({plan.scheduler})")
-    _show(f"  {_nodes_in_words(plan, kind)}")
-    click.echo()
-    for phase in plan.phases:
-        recipe = phase.recipe
-        steps = f"{recipe.max_steps} steps, " if recipe.max_steps else ""
-        _show(f"phase {phase.name}: {recipe.kind.value}, {steps}model {phase.model_path}")
-        elastic = {process.name for process in phase.elastic}
-        rows = [
-            _row(group, kind, "own jobs" if group[0].name in elastic else None) for group in _groups(phase)
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        for row in rows:
-            _show("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)))
-        click.echo()
-    for note in plan.notes:
-        _show(f"chosen automatically: {note}")
+    from primerl_hpc.launch.planning.plan_lines import plan_lines
 
-
-def _show(text: str) -> None:
-    click.echo("\n".join(wrap(text, "    ")))
+    click.echo("\n".join(plan_lines(plan)))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.loop_bench import OWN_OPTIONS, bench_flag, bench_target, loop_options, run_loop_bench
 from primerl_hpc.cli.options import (
     FOLLOWED_CODES,
     SUBMIT_CODES,
@@ -27,7 +25,6 @@ from primerl_hpc.cli.options import (
     no_custom_code_option,
     print_json,
     profile_option,
-    refuse_options,
     requested_jobs,
     run_dir_option,
     set_option,
@@ -53,25 +50,34 @@ EPILOG = make_epilog(
     "submit my.yaml -p h100x64 --here --follow",
     "submit my.yaml -p h100x64 --chain 9 --budget 500GPUh",
     "submit my.yaml -p local --run-dir runs/debug --overwrite --yes",
-    "submit my.yaml -p h100x64 --bench --output-tokens 2048 --json",
     codes=SUBMIT_CODES,
     more=FOLLOWED_CODES,
 )
 
-_NOT_MEASURED = ("run_dir", "dry_run", "follow", "is_live", "auto_split", "overwrite", "yes")
-_NOT_MEASURED += ("links", "until_done", "is_here", "budget")
 
+@dataclass(frozen=True)
+class SubmitOptions:
+    """Options of `command` that do not select the recipe, the profile or the number of jobs."""
 
-def submit_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--profile P --set k=v --no-custom-code --run-dir D --dry-run --live-code --follow``."""
-    run_dir = run_dir_option("Create the run in this directory. [default: runs/<name>-<number>]")
-    function = dry_run_option(live_code_option(follow_option(function)))
-    return profile_option(set_option(no_custom_code_option(run_dir(shared_parent_option(function)))))
+    run_dir: Path | None
+    dry_run: bool
+    is_live: bool
+    follow: bool
+    overwrite: bool
+    yes: bool
+    as_json: bool
 
 
 @click.command("submit", epilog=EPILOG)
 @click.argument("recipe", type=RECIPE)
-@submit_options
+@profile_option
+@set_option
+@no_custom_code_option
+@run_dir_option("Create the run in this directory. [default: runs/<name>-<number>]")
+@shared_parent_option
+@dry_run_option
+@live_code_option
+@follow_option
 @chain_options
 @click.option(
     "--auto-split",
@@ -86,56 +92,18 @@ def submit_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "queued job.",
 )
 @click.option("--yes", is_flag=True, help="With --overwrite: do not ask.")
-@bench_flag("Measure the complete loop on synthetic rollouts, in a temporary run that then ends.")
-@loop_options
 @json_option
 def command(
-    recipe: str,
-    profile_name: str | None,
-    overrides: tuple[str, ...],
-    auto_split: bool,
-    is_bench: bool,
-    **how: Any,
+    recipe: str, profile_name: str | None, overrides: tuple[str, ...], auto_split: bool, **options: Any
 ) -> int:
-    """Compile RECIPE for a cluster and start it."""
-    bench = {name: how.pop(name) for name in OWN_OPTIONS if name in how}
-    if is_bench:
-        refuse_options(_NOT_MEASURED, "does not apply to --bench")
-        target = bench_target("submit", recipe, profile_name, overrides, may_be_run=False)
-        run_loop_bench("submit", target, bench, as_json=how["as_json"])
-        return 0
-    refuse_options(OWN_OPTIONS, "needs --bench")
-    overrides += ("layout.auto_split=true",) if auto_split else ()
-    loaded, profile = load_both(recipe, profile_name, overrides)
-    return submit(loaded, profile, requested_jobs(how), **how)
-
-
-@dataclass(frozen=True)
-class SubmitOptions:
-    """Options of all commands that submit a recipe."""
-
-    run_dir: Path | None
-    dry_run: bool
-    is_live: bool
-    follow: bool
-    as_json: bool
-    overwrite: bool = False
-    yes: bool = False
-
-
-def submit(
-    loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest | None = None, **options: Any
-) -> int:
-    """Submit the run, or show it with ``dry_run``; ``options``: fields of `SubmitOptions`.
-
-    Returns the exit code; with ``follow``, that of the run.
-    """
+    """Compile RECIPE for a cluster and start it. A recipe of kind inference serves a model behind a router."""
     from primerl_hpc.envs.judges import check_judges
     from primerl_hpc.envs.tools import check_tools
-    from primerl_hpc.launch.compose import ONE_JOB
     from primerl_hpc.launch.submit import submit_run
 
-    chain, how = chain or ONE_JOB, SubmitOptions(**options)
+    overrides += ("layout.auto_split=true",) if auto_split else ()
+    loaded, profile = load_both(recipe, profile_name, overrides)
+    chain, how = requested_jobs(options), SubmitOptions(**options)
     if chain.is_here and how.dry_run:
         raise click.UsageError("--here starts a run, --dry-run starts nothing: use one")
     if how.overwrite and (how.run_dir is None or how.dry_run or (how.as_json and not how.yes)):
@@ -189,7 +157,7 @@ def _note_withheld(plan: Plan) -> None:
 
 
 def _warn_of_missing_weights(missing: list[PrimerlError], plan: Plan) -> None:
-    """Print a warning for missing weights; raise the error about any other file: a dry run shows a complete plan."""
+    """Print a warning for missing weights, with which a dry run shows a plan; raise the error about any other file."""
     names = {name for phase in plan.phases for name in (phase.recipe.model.name, phase.model_path)}
     names |= {block.model.name for phase in plan.phases for block in phase.recipe.served_models.values()}
     for error in missing:
@@ -205,6 +173,7 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     from primerl_hpc.launch.checklist import check_run
     from primerl_hpc.launch.submit import prepare_run
 
+    missing: list[PrimerlError] | None = None
     if how.run_dir is not None:
         run, plan = prepare_run(loaded, profile, how.run_dir, chain, is_live=how.is_live)
         path = run.job_script
@@ -213,16 +182,17 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
     else:
         # a plan can be made without the weights of a model whose configuration is known here
         is_known = read_model(loaded.recipe, profile.profile).content is not None
-        missing: list[PrimerlError] | None = [] if is_known else None
+        missing = [] if is_known else None
         checked, path = check_run(loaded, profile, chain, missing=missing, is_live=how.is_live), None
         plan, scripts = checked.plan, checked.files.scripts
         _warn_of_missing_weights(missing or [], plan)
+    code = missing[0].exit_code if missing else 0
     passing, others = plan.passed_variables.split(os.environ)
     if how.as_json:
         found = {"script": scripts["job.sbatch"], "path": str(path) if path else None, "scripts": scripts}
         found |= {"environment": passing, "environment_left_out": others}
         print_json({"plan": plan.model_dump(mode="json"), **found})
-        return 0
+        return code
     show_plan(plan)
     for name, script in scripts.items():
         click.echo(f"\n{name}:\n")
@@ -234,5 +204,5 @@ def _dry_run(loaded: LoadedRecipe, profile: LoadedProfile, chain: ChainRequest, 
         click.echo(f"prepared; start it manually with:  {launcher} {shlex.quote(str(path))}")
     else:
         click.echo("nothing was written or started; --run-dir D also prepares the directory D")
-        click.echo("primerl-hpc render --steps shows the srun command and the variables of each role")
-    return 0
+        click.echo("primerl-hpc plan --scripts --steps shows the srun command and the variables of each role")
+    return code

@@ -76,7 +76,8 @@ def find_source(word: str) -> RunDir | Path:
                 return find_run(word)
             except NotFoundError:
                 raise NotFoundError(
-                    f"'{word}' is neither a recipe nor a run", hint=no_recipe.hint or "primerl-hpc list"
+                    f"'{word}' is neither a recipe nor a run",
+                    hint=no_recipe.hint or "primerl-hpc status --list",
                 ) from None
     return find_run(word)
 

@@ -176,7 +176,7 @@ def for_load(recipe: Recipe) -> Recipe:
     if not recipe.has_engines or recipe.is_external:
         raise ConfigError(
             f"this recipe of kind {recipe.kind} starts no engines",
-            hint="use a recipe of kind rl, eval or inference; for kind sft: primerl-hpc sft --bench",
+            hint="use a recipe of kind rl, eval or inference; for kind sft: primerl-hpc bench sft",
         )
     served = recipe.for_evaluation(EvaluationSettings(), model_path=recipe.model.name)
     changes = {

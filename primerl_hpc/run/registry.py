@@ -67,7 +67,7 @@ def register_run(run: RunDir) -> None:
         write_json(_folder() / f"{key}.json", entry)
     except OSError as error:
         print(
-            f"warning: {_folder()}: {error.strerror or error}: `list` will not show this run; "
+            f"warning: {_folder()}: {error.strerror or error}: `status` will not show this run; "
             f"use its path: {run.root}",
             file=sys.stderr,
         )
@@ -133,7 +133,7 @@ def find_run(word: str | None) -> RunDir:
     matching = [run for run in named if run.name == word] or named
     if not matching:
         raise NotFoundError(
-            f"no run named '{word}'", hint="primerl-hpc list shows your runs; a path is accepted too"
+            f"no run named '{word}'", hint="primerl-hpc status --list shows your runs; a path is accepted too"
         )
     if len(matching) > 1:
         names = ", ".join(str(run.path) for run in matching[:4])

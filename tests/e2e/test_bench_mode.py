@@ -1,5 +1,5 @@
-"""``--bench`` of sft, trainer, inference, orchestrator and submit: real ranks, engines and loops on synthetic data; no
-file or process remains."""
+"""``bench`` of trainer, sft, inference, orchestrator and loop: real ranks, engines and loops on synthetic data; no file
+or process remains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sft_is_measured_with_random_weights_if_the_model_has_only_a_config(tmp_
     (tmp_path / "small.yaml").write_text(SFT)
     before = tree(tmp_path)
     words = ("--lengths", "20-60", "--steps", "3", "--warm-up", "1", "--trace", "trace", "--save-every", "2")
-    done = command("sft", "--bench", "small.yaml", "-p", "local", *words, cwd=tmp_path)
+    done = command("bench", "sft", "small.yaml", "-p", "local", *words, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("sft · Qwen3ForCausalLM") and "(random)" in lines[0]
     assert max(map(len, lines)) <= 80
@@ -66,10 +66,10 @@ def test_rl_is_measured_with_the_plan_of_a_prepared_run_which_stays_unchanged(tm
     )
     run = RunDir(tmp_path / "run")
     before = tree(run.root)
-    refused = command("trainer", "--bench", "run", "--profile-set", "nodes=2", cwd=tmp_path, check=False)
+    refused = command("bench", "trainer", "run", "--profile-set", "nodes=2", cwd=tmp_path, check=False)
     assert refused.returncode == ExitCode.CONFIG and "the plan depends on it" in refused.stderr
     asked = ("--lengths", "12,40", "--steps", "3", "--warm-up", "1", "--peak-tflops", "0.1", "--json")
-    result = json.loads(command("trainer", "--bench", "run", *asked, cwd=tmp_path).stdout)
+    result = json.loads(command("bench", "trainer", "run", *asked, cwd=tmp_path).stdout)
     assert tree(run.root) == before
     assert (result["loop"], result["ranks"], result["weights"]) == ("rl", 2, "of the folder")
     assert [step["number"] for step in result["steps"]] == [2, 3, 4]
@@ -105,7 +105,7 @@ def measure(folder: Path, *words: str) -> dict[str, Any]:
     """Run a benchmark and check that it left neither files nor processes."""
     before = tree(folder)
     name, *more = words
-    done = command(name, "--bench", "small.yaml", "-p", "local", *more, "--json", cwd=folder)
+    done = command("bench", name, "small.yaml", "-p", "local", *more, "--json", cwd=folder)
     assert tree(folder) == before and not (folder / "runs").exists()
     assert not [process for process in processes_of(folder / "runs") if process.is_running()]
     return json.loads(done.stdout)
@@ -128,15 +128,15 @@ def test_engines_are_measured_in_closed_and_open_loops(recipe: Path) -> None:
         assert level["itl_s"]["max"] > 0 and 0 <= level["kv_use"]["max"] <= 1
     assert result["engines"] == 1 and result["versions"]["vllm"]
     words = ("--prompt-tokens", "200", "--output-tokens", "12")
-    refused = command("inference", "--bench", "small.yaml", "-p", "local", *words, cwd=recipe, check=False)
+    refused = command("bench", "inference", "small.yaml", "-p", "local", *words, cwd=recipe, check=False)
     assert refused.returncode == ExitCode.CONFIG
     assert "requests of up to 212 tokens do not fit into inference.max_model_len 128" in refused.stderr
 
 
 @pytest.mark.slow
 def test_the_complete_loop_is_measured_on_synthetic_rollouts(recipe: Path) -> None:
-    result = measure(recipe, "submit", "--steps", "2", "--warm-up", "1", "--output-tokens", "10")
-    assert (result["bench"], result["steps"]) == ("submit", 2)
+    result = measure(recipe, "loop", "--steps", "2", "--warm-up", "1", "--output-tokens", "10")
+    assert (result["bench"], result["steps"]) == ("loop", 2)
     assert result["rates"]["sampled_tokens_per_s"] == pytest.approx(10 * result["rates"]["rollouts_per_s"])
     assert result["rates"]["trainer_tokens_per_s"] > 0
     assert 0 <= result["shares"]["trainer_waits"] < 1

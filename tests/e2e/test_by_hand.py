@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e]
 
 def primerl(*words: str, cwd: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    log = (cwd / f"{words[0]}.log").open("ab")
+    log = (cwd / f"{words[1] if words[0] == 'role' else words[0]}.log").open("ab")
     return subprocess.Popen(
         [sys.executable, "-m", "primerl_hpc", *words], cwd=cwd, env=environment, stdout=log, stderr=log
     )
@@ -82,7 +82,7 @@ def prepare(folder: Path, *overrides: str) -> RunDir:
 @pytest.mark.slow
 def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -> None:
     run = prepare(tmp_path, "max_steps=3")
-    sft = primerl("sft", "run", cwd=tmp_path)
+    sft = primerl("role", "sft", "run", cwd=tmp_path)
     try:
         assert sft.wait(timeout=PATIENCE_S) == 0, (tmp_path / "sft.log").read_text()[-3000:]
     finally:
@@ -90,10 +90,10 @@ def test_every_role_of_a_run_can_be_started_by_its_own_command(tmp_path: Path) -
     assert (run.phase("warmup").weights_step(5) / STABLE).exists()
 
     roles = [
-        primerl(name, "run", cwd=tmp_path)
+        primerl("role", name, "run", cwd=tmp_path)
         for name in ("inference", "router", "env-server", "orchestrator", "trainer")
     ]
-    roles.insert(0, primerl("env-server", "run", "--index", "1", cwd=tmp_path))
+    roles.insert(0, primerl("role", "env-server", "run", "--index", "1", cwd=tmp_path))
     try:
         for index in (0, 1):  # an algorithm is not its server's matter: two environments have each of them
             server, other = (process_name(Role.ENV_SERVER, each) for each in (index, index + 2))

@@ -98,7 +98,7 @@ def test_a_run_that_another_user_prepared_is_neither_resumed_nor_run_by_hand(
     for path in executed_paths(prepared):
         if path.exists():
             os.chown(path, NOBODY, NOBODY)
-    words = (["resume", str(prepared.root)], ["trainer", str(prepared.root)])
+    words = (["resume", str(prepared.root)], ["role", "trainer", str(prepared.root)])
     for command in words:
         done = captured([sys.executable, "-m", "primerl_hpc", *command])
         assert done.returncode == ExitCode.OCCUPIED, done.stderr

@@ -1,4 +1,4 @@
-"""``sft|trainer|submit --bench`` over several nodes, started on the submit host: a job measures, and no file or process
+"""``bench sft|trainer|loop`` over several nodes, started on the submit host: a job measures, and no file or process
 remains."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def recipe_for(cluster: Cluster, tmp_path: Path) -> Callable[[dict[str, Any]], s
 def bench_words(recipe: str, *more: str) -> tuple[str, ...]:
     runs = Path(recipe).with_name("runs")
     place = ("-p", "virtual", "--profile-set", f"runs_dir={runs}", "--time", "5")
-    return ("sft", "--bench", recipe, *place, *more)
+    return ("bench", "sft", recipe, *place, *more)
 
 
 def assert_nothing_is_left(tmp_path: Path, files: list[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_failure_of_a_benchmarked_run_has_the_exit_code_of_its_ranks(
     before = tree(tmp_path / "run")
     (trainer,) = load_plan(RunDir(tmp_path / "run")).phase("main").of_role(Role.TRAINER)
     assert trainer.nodes == (2, 3)  # the job has two, 0 and 1
-    done = run_cli("trainer", "--bench", str(tmp_path / "run"), "--time", "5")
+    done = run_cli("bench", "trainer", str(tmp_path / "run"), "--time", "5")
     assert done.returncode == ExitCode.NO_CONTINUE and done.stdout == "", done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: trainer-0 on n") and "the last one 2" in last, done.stderr
@@ -158,7 +158,7 @@ def test_the_complete_loop_is_measured_by_a_job(
     recipe = recipe_for(RL | {"inference": {"kv_cache_gib": 0.0625}})
     runs = ("-p", "virtual", "--profile-set", f"runs_dir={tmp_path / 'runs'}", "--time", "5")
     model = ("--set", f"model.name={tiny / 'model'}", "--set", "model.dtype=float32")
-    done = run_cli("submit", "--bench", recipe, *runs, *model, "--steps", "2", "--warm-up", "1", "--json")
+    done = run_cli("bench", "loop", recipe, *runs, *model, "--steps", "2", "--warm-up", "1", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["nodes"], result["steps"], result["profile"]) == (4, 2, "virtual")

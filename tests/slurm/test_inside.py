@@ -1,4 +1,4 @@
-"""Work of a user inside SLURM jobs: `submit --here` in an allocation of `salloc`, and `shell` in the job of a run."""
+"""Work of a user inside SLURM jobs: `submit --here` in an allocation of `salloc`, and a shell in the job of a run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_shell_opens_on_the_node_of_a_role_in_the_job_of_the_run(toy: SlurmToy) 
     toy.submit()
     toy.wait_until_ready("inference-0", "trainer-0")
     run, user = str(toy.run.root), toy.cluster.user
-    words = ("shell", run, "--role", "trainer", "--shell", "sh")
+    words = ("exec", run, "--role", "trainer", "--shell", "sh")
     refused = run_cli(*words)  # its input is no terminal
     assert refused.returncode == ExitCode.USAGE and f"primerl-hpc exec {run}" in refused.stderr
     shown = json.loads(run_cli(*words, "--json").stdout)

@@ -1,6 +1,6 @@
 """Run pytest on several workers, then run alone what failed or did not run, and decide by both.
 
-    python -m tests.support.two_phases --workers 3 -- --durations=25 tests
+    python -m tests.support.two_phases --workers 5 -- tests
 
 Phase 1 is the complete suite on N workers. Phase 2 runs, in one process with no other test at the same time, the
 tests that failed in phase 1 and those that a dead worker left behind. A test that passes in phase 2 is printed as
@@ -12,7 +12,8 @@ marker ``quarantine`` runs, is reported, and does not decide.
 Processes that tests leave behind are ended at the end, also after Ctrl-C or SIGTERM, and their command lines printed.
 Shared memory that tests leave behind (of killed processes) is deleted, and its names printed.
 
-The module is also the pytest plugin that records the outcomes as JSON in the file $TWO_PHASES_OUTCOMES.
+The module is also the pytest plugin that records the outcomes as JSON in the file $TWO_PHASES_OUTCOMES. The costs of
+phase 1 are printed and kept in build/durations.json (tests/support/durations.py).
 Exit status: 0 passed, 1 failed, 2 pytest could not run, 130 interrupted.
 """
 
@@ -36,6 +37,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.support import durations
 
 OUTCOMES = "TWO_PHASES_OUTCOMES"
 QUARANTINE = "quarantine"
@@ -67,6 +70,7 @@ class Outcomes:
     failed_in_setup: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     broken: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, durations.Cost] = field(default_factory=dict)
 
 
 class Recorder:
@@ -95,6 +99,7 @@ class Recorder:
                 self.seen.quarantined.append(report.nodeid)
         if report.when == "teardown":
             self.seen.finished.append(report.nodeid)
+            self.seen.costs[report.nodeid] = report.cost
 
     def pytest_sessionfinish(self) -> None:
         self.path.write_text(json.dumps(vars(self.seen)))
@@ -102,6 +107,7 @@ class Recorder:
 
 def pytest_configure(config: Any) -> None:
     config.addinivalue_line("markers", f"{QUARANTINE}(cause): runs and is reported, but does not decide")
+    config.pluginmanager.register(durations)
     path = os.environ.get(OUTCOMES)
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(Path(path)), "two_phases_recorder")
@@ -237,6 +243,8 @@ def judge(workers: int, most: int, arguments: list[str], path: Path) -> int:
     if first is None or not (first.collected or first.broken):
         print(f"two_phases: pytest ended with {status} before a test ran", flush=True)
         return 2
+    durations.write(first.costs)
+    print("\n".join(durations.table(first.costs)), flush=True)
     if first.broken:
         for name, error in first.broken.items():
             print(f"BROKEN {name}: {error}")
@@ -285,7 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=5)
     parser.add_argument("--most", type=int, default=15, help="failures of phase 1 that phase 2 may clear")
     parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
     chosen = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -92,6 +93,21 @@ def test_what_passes_alone_is_flaky_and_does_not_fail_the_run(tmp_path: Path) ->
         "test_hangs: "
     )
     assert lines[-2] == "two_phases: 3 passed or skipped, 0 failed, 2 flaky in 3 tests"
+
+
+BUSY = """
+def test_is_busy():
+    subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.6: pass"])
+"""
+
+
+def test_the_cost_of_each_test_is_printed_and_kept(tmp_path: Path) -> None:
+    _, lines = run(tmp_path / "suite", PASSES, BUSY)
+    costs = json.loads((tmp_path / "suite" / "build" / "durations.json").read_text())
+    worker, start_s, wall_s, cpu_s = costs["test_small.py::test_is_busy"]
+    assert worker in ("gw0", "gw1") and 0 < wall_s < start_s and cpu_s >= 0.5  # with its child
+    assert costs["test_small.py::test_passes"][-1] < 0.5
+    assert any(re.fullmatch(r" +\d+\.\d +\d+\.\d +2  test_small.py", line) for line in lines)
 
 
 def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 
     tools/bench/fault_matrix.py                                 # 20 faults of serving processes in 30 steps
     tools/bench/fault_matrix.py --faults 4 --steps 8 --seed 7 --json
-    tools/bench/fault_matrix.py --learners --steps 12           # trainer, then orchestrator, each followed by a resume
     tools/bench/fault_matrix.py --random --runs 4 --steps 20    # a random process every 15 to 35 s, until the run ends
+    tools/bench/fault_matrix.py --chain --every 30 55           # the same with supervisors and guards, chains of 6 jobs
 
 The run is complete and real (vLLM on CPU, router, verifiers, torchrun): the tiny recipe with algorithm opd, so that it
 has a teacher. Engine, router, environment server and teacher each receive SIGKILL and SIGSTOP in a random order, each
@@ -12,17 +12,15 @@ after a finished rollout and a random delay. Two faults of the same process have
 after too many failures without progress. `noticed` is the time from the signal to the supervisor's first event about
 it, `ready` until the restarted process is ready, `rollout` until the next finished rollout.
 
-With --learners, recovery inside the allocation is disabled, so that the kill ends the attempt: `ended` is the time from
-the kill until the run has reported its failure, `gone` until its last process has exited, `left` the number of
-processes half a minute later. The run is resumed after each kill, at last until its end.
-
 With --random, a process of a randomly drawn role receives SIGKILL every 15 to 35 s (--every) from the first finished
 step until the end of the run: the role's process or one below it, never the supervisor. One row per run: its final
 state, the kills by role, and the recoveries of trainer and orchestrator. Nothing is resumed.
 
-Exits with 1 if a run does not finish, another process was restarted, something is lost or counted twice, fewer faults
-than requested were injected, or a killed learner left a process or no failure.json, or its run took more than 30 s to
-end.
+With --chain, which needs root, each run is a chain of 6 jobs on a virtual cluster (tools/virtual-cluster), and any
+process of the run is killed but srun: also supervisors and guards.
+
+Exits with 1 if a run does not finish, another process was restarted, something is lost or counted twice, or fewer
+faults than requested were injected.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +46,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from machine import ROOT, conclude
 
 sys.path.insert(0, str(ROOT))
+from primerl_hpc.common.document import dump_yaml, load_yaml
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.observe.status.snapshot import take_snapshot
 from primerl_hpc.run.rundir import RunDir
 from tests.support.accounts import contradictions
 from tests.support.faults import DEPTHS, SIGNALS, strike
-from tests.support.helpers import is_alive
-from tests.support.runs import TINY, command, events, last_step, process_of, processes_of, wait_in_run
+from tests.support.real_slurm import RealRun
+from tests.support.runs import TINY, command, events, last_step, processes_of, wait_in_run
+from tests.support.virtual_slurm import Cluster
 
 HEALTH_S = 20
 SETTINGS = (
@@ -65,9 +65,7 @@ SETTINGS = (
     f"timeouts.health_s={HEALTH_S}",
     "timeouts.weight_update_s=60",
 )
-LEARNERS = {"trainer-0": 2, "orchestrator-0": 1}
-"""Roles, and the depth below their guard of the process that receives the signal."""
-ENDS_WITHIN_S, GONE_WITHIN_S = 30.0, 30.0
+LINKS = 6
 RANDOM_RUN_S = 1500.0
 """A randomly killed run that has not ended after this time counts as not finished."""
 
@@ -109,16 +107,21 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learners", action="store_true", help="kill trainer and orchestrator instead")
     parser.add_argument("--random", action="store_true", help="kill random processes instead")
-    parser.add_argument("--runs", type=int, default=4, help="number of runs with --random")
+    parser.add_argument(
+        "--chain", action="store_true", help="the same, also supervisors and guards, on SLURM"
+    )
+    parser.add_argument("--runs", type=int, default=4, help="number of runs with --random or --chain")
     parser.add_argument(
         "--every",
         type=float,
         nargs=2,
         default=(15.0, 35.0),
         metavar="S",
-        help="shortest and longest time between two kills with --random; increase it on a busy machine",
+        help="shortest and longest time between two random kills; increase it on a busy machine",
+    )
+    parser.add_argument(
+        "--interval", type=int, default=5, help="steps between checkpoints of random runs [default: 5]"
     )
     parser.add_argument("--keep", type=Path, help="keep the run in this folder [default: a temporary folder]")
     parser.add_argument("--json", dest="as_json", action="store_true")
@@ -126,32 +129,47 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-faults-") as temporary:
         folder = options.keep or Path(temporary)
         os.environ["PRIMERL_HOME"] = str(folder / "state")
-        if options.random:
-            rows, lost = measure_random(folder, options.runs, options.steps, options.seed, options.every)
+        if options.random or options.chain:
+            with virtual_cluster(folder) if options.chain else contextlib.nullcontext():
+                rows, lost = measure_random(folder, options)
             first, last = options.every
+            runs = f"chains of {LINKS} jobs" if options.chain else "runs"
             what = (
-                f"{options.runs} runs of {options.steps} steps, a random process killed every {first:g} to {last:g} s, "
-                f"seed {options.seed}"
+                f"{options.runs} {runs} of {options.steps} steps, a random process killed every "
+                f"{first:g} to {last:g} s, seed {options.seed}"
             )
             return conclude(what, rows, lost, as_json=options.as_json)
-        if options.learners:
-            rows, lost = measure_learners(folder, options.steps)
-        else:
-            rows, lost = measure(folder, options.faults, options.steps, options.seed)
+        rows, lost = measure(folder, options.faults, options.steps, options.seed)
     what = f"{len(rows)} faults in a run of {options.steps} steps, seed {options.seed}, health_s {HEALTH_S}"
     return conclude(what, rows, lost, as_json=options.as_json)
 
 
-def submit(folder: Path, steps: int, *more: str) -> RunDir:
+def submit(folder: Path, steps: int, *more: str, words: Sequence[str] = ("-p", "local")) -> RunDir:
+    """Submit the tiny recipe. ``more``: settings of the recipe; ``words``: profile and other options."""
     tiny, run = folder / "tiny", RunDir(folder / "run")
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         [sys.executable, str(ROOT / "tools" / "tiny-model"), str(tiny)], check=True, stdout=sys.stderr
     )
     settings = (f"model.name={tiny}/model", f"max_steps={steps}", *SETTINGS, *more)
-    words = [word for text in settings for word in ("--set", text)]
-    command("submit", str(TINY), "-p", "local", "--run-dir", str(run.root), *words, cwd=folder)
+    changes = [word for text in settings for word in ("--set", text)]
+    command("submit", str(TINY), "--run-dir", str(run.root), *words, *changes, cwd=folder)
     return run
+
+
+@contextlib.contextmanager
+def virtual_cluster(folder: Path) -> Iterator[None]:
+    """Start a SLURM cluster of two nodes, whose commands are found first, and write a profile of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Cluster(folder / "cluster")
+    made.tool("up", "--nodes", "2", "--requeue-delay", "8")
+    profile = dict(load_yaml(ROOT / "cluster_profiles" / "virtual.yaml").values)
+    (folder / "profile.yaml").write_text(dump_yaml(profile | {"nodes": 2}))
+    os.environ["PATH"] = f"{made.folder / 'bin'}:{os.environ['PATH']}"
+    try:
+        yield
+    finally:
+        made.tool("down", "--purge")
 
 
 def ended(run: RunDir, timeout_s: float = 900.0) -> list[str]:
@@ -196,29 +214,20 @@ def measure(folder: Path, faults: int, steps: int, seed: int) -> tuple[list[dict
     return rows, lost
 
 
-def measure_learners(folder: Path, steps: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return one row per learner, and the errors at the end."""
-    run = submit(folder, steps, "recovery.in_place=false", "checkpoint.interval=2")
-    try:
-        rows, lost = [], []
-        for process, depth in LEARNERS.items():
-            rows.append(kill_learner(run, process, depth))
-            lost += faults_of(rows[-1])
-            command("resume", str(run.root), cwd=folder)
-        return rows, lost + ended(run)
-    finally:
-        cancel(run)
-
-
-def measure_random(
-    folder: Path, runs: int, steps: int, seed: int, every_s: Sequence[float]
-) -> tuple[list[dict[str, Any]], list[str]]:
+def measure_random(folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """Return one row per run killed at random until its end, and the errors at the end of each."""
     rows, lost = [], []
-    for number in range(runs):
-        run = submit(folder / str(number), steps, "rollouts.batch_size=96", "layout.trainer.ranks=1")
+    words = ("-p", str(folder / "profile.yaml"), "--chain", str(LINKS)) if options.chain else ("-p", "local")
+    for number in range(options.runs):
+        changes = (
+            "rollouts.batch_size=96",
+            "layout.trainer.ranks=1",
+            f"checkpoint.interval={options.interval}",
+        )
+        run = submit(folder / str(number), options.steps, *changes, words=words)
         try:
-            rows.append(kill_at_random(run, random.Random(seed + number), every_s))
+            chance = random.Random(options.seed + number)
+            rows.append(kill_at_random(run, chance, options.every, has_chain=options.chain))
             state = rows[-1]["state"]
             wrong = contradictions(run) if state == "done" else [f"the run is {state}"]
             lost += [f"run {number}: {each}" for each in wrong]
@@ -227,27 +236,32 @@ def measure_random(
     return rows, lost
 
 
-def kill_at_random(run: RunDir, chance: random.Random, every_s: Sequence[float]) -> dict[str, Any]:
+def kill_at_random(
+    run: RunDir, chance: random.Random, every_s: Sequence[float], *, has_chain: bool
+) -> dict[str, Any]:
     """Kill random processes until the run ends, or for `RANDOM_RUN_S`."""
+    real = RealRun(run.root, "")
     began, killed = time.monotonic(), Counter[str]()
-    wait_in_run(run, lambda: last_step(run) > 0, "the first step")
+    wait_in_run(run, lambda: last_step(run) > 0, "the first step", real.facts)
     while time.monotonic() - began < RANDOM_RUN_S:
         next_kill = time.monotonic() + chance.uniform(*every_s)
-        while time.monotonic() < next_kill and not take_snapshot(run).state.is_final:
+        while time.monotonic() < next_kill and not real.state.is_final:
             time.sleep(0.2)
-        if take_snapshot(run).state.is_final:
+        if real.state.is_final:
             break
-        victims = victims_of(run)
-        if role := chance.choice(sorted(victims)) if victims else None:
+        victims = all_of(run) if has_chain else below_guards(run)
+        if name := chance.choice(sorted(victims)) if victims else None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                chance.choice(victims[role]).kill()
-                killed[role] += 1
-                print(f"killed {role} after step {last_step(run)}", file=sys.stderr, flush=True)
+                chance.choice(victims[name]).kill()
+                killed[name] += 1
+                print(f"killed {name} after step {last_step(run)}", file=sys.stderr, flush=True)
+    attempts = events(run, "attempt_started")
     row = {
-        "state": take_snapshot(run).state.value,
+        "state": real.state.value,
         "step": last_step(run),
         "kills": killed.total(),
-        "of": ", ".join(f"{role} {count}" for role, count in sorted(killed.items())),
+        "of": ", ".join(f"{name} {count}" for name, count in sorted(killed.items())),
+        "jobs": len({str(each.get("job")) for each in attempts}),
         "recoveries": len(events(run, "recovery_started")),
         "restarts": len(events(run, "role_restarting")),
         "failure": str((read_json_or_none(run.failure) or {}).get("reason", "")),
@@ -258,49 +272,31 @@ def kill_at_random(run: RunDir, chance: random.Random, every_s: Sequence[float])
     return row
 
 
-def victims_of(run: RunDir) -> dict[str, list[psutil.Process]]:
+def below_guards(run: RunDir) -> dict[str, list[psutil.Process]]:
     """Return the processes below the guard of each role."""
     found = {}
     for process in processes_of(run.root):
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
-            if "primerl_hpc.runtime.steps.guard" in words and (below := process.children(recursive=True)):
+            if is_guard(words := process.cmdline()) and (below := process.children(recursive=True)):
                 found[words[-1]] = below
     return found
 
 
-def kill_learner(run: RunDir, process: str, depth: int) -> dict[str, Any]:
-    saved = run.latest_checkpoint() or 0
-    wait_in_run(run, lambda: (run.latest_checkpoint() or 0) > saved, "a checkpoint")
-    step, before = last_step(run), processes_of(run.root)
-    process_of(run.root, process, depth).kill()
-    killed = time.monotonic()
-    while not take_snapshot(run).state.is_final and time.monotonic() - killed < 10 * ENDS_WITHIN_S:
-        time.sleep(0.1)
-    ended_s = time.monotonic() - killed
-    while (left := sum(map(is_alive, before))) and time.monotonic() - killed < ended_s + GONE_WITHIN_S:
-        time.sleep(0.1)
-    row = {
-        "fault": f"kill {process}",
-        "after step": step,
-        "ended s": ended_s,
-        "gone s": time.monotonic() - killed,
-        "left": left,
-        "failure.json": (read_json_or_none(run.failure) or {}).get("process", "none"),
-    }
-    print(json.dumps(row), file=sys.stderr, flush=True)
-    return row
-
-
-def faults_of(row: dict[str, Any]) -> list[str]:
-    found = []
-    if row["ended s"] > ENDS_WITHIN_S:
-        found.append(f"{row['fault']}: the run ended after {row['ended s']:.0f} s")
-    if row["left"]:
-        found.append(f"{row['fault']}: {row['left']} processes are left")
-    if row["failure.json"] != row["fault"].split()[1]:
-        found.append(f"{row['fault']}: failure.json names {row['failure.json']}")
+def all_of(run: RunDir) -> dict[str, list[psutil.Process]]:
+    """Return the supervisor, and each role's guard and the processes below it."""
+    found: dict[str, list[psutil.Process]] = below_guards(run)
+    for process in processes_of(run.root):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if is_guard(words):
+                found.setdefault(f"guard of {words[-1]}", []).append(process)
+            elif "primerl_hpc.runtime.supervisor" in words and process.name() != "srun":
+                found.setdefault("supervisor", []).append(process)
     return found
+
+
+def is_guard(words: Sequence[str]) -> bool:
+    return "primerl_hpc.runtime.steps.guard" in words and not words[0].endswith("srun")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     tools/bench/plan_scale.py --nodes 64 --json
 
 An RL recipe on profile h100x64: half of the nodes for engines of one GPU each, half for the trainer. `plan` and
-`render` are measured inside one process (required: at most 1 s in total at 1,024 nodes, and a script below 100 KB at
-any size); `command` is the wall time of `primerl-hpc render`, including the start of Python (median of three).
+`make_scripts` are measured inside one process (required: at most 1 s in total at 1,024 nodes, and a script below 100 KB
+at any size); `command` is the wall time of `primerl-hpc plan --scripts`, with the start of Python (median of three).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(nodes: int, recipe: Path) -> dict[str, Any]:
 
 
 def run_command(recipe: Path, of_recipe: list[str], of_profile: list[str]) -> float:
-    words = [sys.executable, "-m", "primerl_hpc", "render", str(recipe), "--profile", "h100x64"]
+    words = [sys.executable, "-m", "primerl_hpc", "plan", "--scripts", str(recipe), "--profile", "h100x64"]
     words += [word for change in of_recipe for word in ("--set", change)]
     words += [word for change in of_profile for word in ("--profile-set", change)]
     start = time.perf_counter()

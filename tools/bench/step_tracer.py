@@ -218,7 +218,8 @@ def replace_reads(tracer: StepTracer) -> None:
 
     from primerl_hpc.trainer import batch, train_step
     from primerl_hpc.trainer.model import policy
-    from primerl_hpc.trainer.parallel import context, dispatch
+    from primerl_hpc.trainer.model.recurrent import by_sample, shared_rows
+    from primerl_hpc.trainer.parallel import context, dispatch, ring_flash
 
     def ones(shape: tuple[int, ...]) -> Any:
         return [ones(shape[1:]) for _ in range(shape[0])] if shape else 1.0
@@ -265,7 +266,8 @@ def replace_reads(tracer: StepTracer) -> None:
     FakeTensor.tolist = tolist  # pyright: ignore[reportAttributeAccessIssue]
     torch.UntypedStorage.resize_ = resized
     _fsdp_param._chunk_with_empty = Chunks  # pyright: ignore[reportAttributeAccessIssue]
-    batch.to_device = context.to_device = moved
+    for importer in (batch, context, ring_flash, by_sample, shared_rows):
+        importer.to_device = moved
     dispatch.TorchDispatcher.dispatch = dispatched  # pyright: ignore[reportAttributeAccessIssue]
     policy.make_expert_mesh = outside_modes(policy.make_expert_mesh)
     policy.init_buffers = lambda hf: None

@@ -4,7 +4,7 @@
     tools/bench/trainer_loop.py                                    # a small Qwen3, one rank and one thread on CPU
     tools/bench/trainer_loop.py --hidden 1024 --layers 28 --vocabulary 151936 --dtype bfloat16 --seq-len 8192   # a GPU
 
-Two processes alternate step by step, so that other load on the machine affects both: the SFT loop as run by `--bench`
+Two processes alternate step by step, so that other load on the machine affects both: the SFT loop as run by `bench`
 (with requests and metrics), and `bare`, a minimal loop written by hand. Each ratio is of the two steps of one turn.
 """
 
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--rows", type=int, default=8, help="packed rows per step")
-    parser.add_argument("--lengths", default="64-512", help="tokens of the samples, as for --bench")
+    parser.add_argument("--lengths", default="64-512", help="tokens of the samples, as for bench")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=3)

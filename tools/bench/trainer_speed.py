@@ -7,7 +7,7 @@ step.
     tools/bench/trainer_speed.py --cases sft-8192                  # one case
     tools/bench/trainer_speed.py --set trainer.compile=true        # with another key of the recipe
 
-Each case is `primerl-hpc trainer --bench` or `sft --bench`. Tokens/s are of training alone, like the published figures,
+Each case is `primerl-hpc bench trainer` or `bench sft`. Tokens/s are of training alone, like the published figures,
 which were measured on an H100 and count padding; there is no padding here.
 """
 
@@ -68,7 +68,7 @@ def run_case(case: Case, folder: Path, profile: Path, options: argparse.Namespac
     recipe = recipe_of(case, folder, seq_len)
     path = folder / f"{case.command}-{seq_len}.yaml"
     path.write_text(json.dumps(recipe))
-    words = [case.command, "--bench", str(path), "-p", str(profile), "--steps", str(options.steps), "--json"]
+    words = ["bench", case.command, str(path), "-p", str(profile), "--steps", str(options.steps), "--json"]
     changes = [word for change in options.changes for word in ("--set", change)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PRIMERL_RUNS_DIR": str(folder / "runs")}
     done = subprocess.run(

@@ -80,8 +80,13 @@ def _find_faults(
 
 def _report(faults: list[tuple[_Asked, dict[str, Any]]], document: Document) -> None:
     for item, fault in faults:
-        location = document.location((*item.path, *fault["key"])) or f"environment {item.environment.label}"
-        error = ConfigError(fault["cause"], location=location, hint=fault["hint"])
+        label, cause = item.environment.label, fault["cause"]
+        location = document.location((*item.path, *fault["key"]))
+        error = ConfigError(
+            cause if label in cause else f"environment '{label}': {cause}",
+            location=location,
+            hint=fault["hint"],
+        )
         if fault["is_certain"]:
             raise error
         print(f"warning: {error}", file=sys.stderr)

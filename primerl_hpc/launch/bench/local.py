@@ -117,7 +117,7 @@ def _of_kind(recipe: Recipe, kind: Kind) -> Recipe:
         return recipe.for_warmup()
     if recipe.kind != kind:
         other = {Kind.RL: "trainer", Kind.SFT: "sft"}.get(recipe.kind)
-        hint = f"use primerl-hpc {other} --bench" if other else "use a recipe of kind rl or sft"
+        hint = f"use primerl-hpc bench {other}" if other else "use a recipe of kind rl or sft"
         raise ConfigError(f"a recipe of kind {recipe.kind} has no {kind} trainer", hint=hint)
     return recipe
 

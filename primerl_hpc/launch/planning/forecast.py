@@ -61,12 +61,8 @@ class PlanForecast:
         if self.prediction is None or self.case is None or not self.prediction.fits:
             return None
         case = self.case
-        choice, figures = self.prediction.choice, dict(self.prediction.figures)
-        if choice.trainer_ranks:
-            reserved = Parts(case).trainer_reserved(choice)
-            figures[reserved.name] = reserved
-        key = ledger_key(case, layout_key(choice, case.recipe))
-        return record_prediction(figures.values(), key, case.corrections)
+        key = ledger_key(case, layout_key(self.prediction.choice, case.recipe))
+        return record_prediction(self.prediction.figures.values(), key, case.corrections)
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures by name, or the reason why there is no prediction."""

@@ -26,7 +26,6 @@ from primerl_hpc.common.safety.secret_values import mask, mask_data
 from primerl_hpc.observe.diagnose.advice import advise
 from primerl_hpc.observe.diagnose.known_faults import NO_CHECKPOINT, SIGNALS, KnownFault, recognize_fault
 from primerl_hpc.observe.inside.stacks import collect_stacks
-from primerl_hpc.observe.rollouts import warning_sentences
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import TRAINER_ROLE, Snapshot, last_job_output, take_snapshot
 from primerl_hpc.observe.text import format_duration, labeled, wrap
@@ -116,7 +115,7 @@ class Diagnosis:
             "waits_for": self.waits_for,
             "can_retry": self.can_retry,
             "advice": self.advice,
-            "warnings": warning_sentences(snapshot.rollouts),
+            "warnings": snapshot.warnings,
             "blocked": list(self.blocked),
             "next": self.next_command,
         }
@@ -337,7 +336,7 @@ def render_diagnosis(found: Diagnosis, num_lines: int) -> str:
         lines += labeled(label, text, 13)
     for blocked in found.blocked:
         lines += labeled("blocked", blocked, 13)
-    for warning in warning_sentences(snapshot.rollouts):
+    for warning in snapshot.warnings:
         lines += labeled("warning", warning, 13)
     if failure and failure.get("last_lines"):
         lines += [f"\nlast lines of {failure['log']}:"]

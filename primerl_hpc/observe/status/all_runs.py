@@ -1,4 +1,4 @@
-"""``status`` without a run: all runs in a table of 80 columns, running ones first; and the table of ``list``."""
+"""``status`` without a run: all runs in a table of 80 columns, running ones first; and the table of ``--list``."""
 
 from __future__ import annotations
 

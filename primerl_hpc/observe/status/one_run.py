@@ -11,7 +11,7 @@ from primerl_hpc.common.files import read_jsonl
 from primerl_hpc.common.names import Kind
 from primerl_hpc.common.node.start_phases import phases_sentence
 from primerl_hpc.observe.metric_catalog import find_metric
-from primerl_hpc.observe.rollouts import failure_sentences, progress_sentence, warning_sentences
+from primerl_hpc.observe.rollouts import failure_sentences, progress_sentence
 from primerl_hpc.observe.status.all_runs import colored
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.predicted import sentence
@@ -123,7 +123,7 @@ class OneRun:
             ("restarts", ", ".join(f"{name} ×{count}" for name, count in snapshot.restarts.items())),
         ):
             lines += labeled(label, text, 12)
-        for warning in warning_sentences(snapshot.rollouts):
+        for warning in snapshot.warnings:
             lines += labeled("warning", warning, 12)
         for index, comparison in enumerate(snapshot.comparisons):
             lines += labeled("" if index else "predicted", sentence(comparison), 12)

@@ -65,6 +65,8 @@ class Snapshot:
     message: str | None = None
     rollouts: dict[str, Any] = field(default_factory=dict)
     """Counts of rollouts in this attempt, with the last error; see `read_progress`."""
+    skipped: str = ""
+    """Sentence about steps without an update; empty for fewer than two of the last steps."""
     log_levels: dict[str, str] = field(default_factory=dict)
     """Levels of the recipe's ``log`` other than the defaults, by role or ``level`` or ``verifiers``."""
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -100,6 +102,11 @@ class Snapshot:
         return f"{self.advice.get('sentence')}, from attempt {self.advice.get('attempt')}{applied}"
 
     @property
+    def warnings(self) -> list[str]:
+        """Return sentences about rollouts that fail and about steps without an update."""
+        return [*warning_sentences(self.rollouts), *([self.skipped] if self.skipped else [])]
+
+    @property
     def restarts(self) -> dict[str, int]:
         """Return the number of restarts in this attempt by process, without processes that were not restarted."""
         counts = {name: int(process.get("incarnation", 0)) for name, process in self.processes.items()}
@@ -124,7 +131,7 @@ class Snapshot:
             "job": self.job,
             "message": self.message,
             "rollouts": self.rollouts,
-            "warnings": warning_sentences(self.rollouts),
+            "warnings": self.warnings,
             "log_levels": self.log_levels,
             "after": self.after,
             "processes": self.processes,
@@ -197,12 +204,33 @@ def _take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None) -> Snapshot:
         job=job,
         message=message,
         rollouts=read_progress(run) if is_from_latest_job(state, job) else {},
+        skipped=_skipped_sentence(rows),
         log_levels=_log_levels(recipe.get("log") or {}),
         accelerator=plan.get("accelerator", "cpu"),
         nodes_of_kinds=_nodes_of_kinds(plan),
         allocated_nodes=len(plan.get("nodes", [0])) + int(plan.get("spare_nodes", 0)),
         allocated_gpus=int(plan.get("allocated_gpus", 0)),
         after=follow_up_states(job, current, jobs or {}),
+    )
+
+
+def _skipped_sentence(rows: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return a sentence if several of these steps of a trainer made no update.
+
+    Steps of the search for a loss scale are not counted: their loss is finite. What is not, is text in metrics files.
+    """
+    skipped = [
+        step
+        for step, row in rows.items()
+        if row.get("optim/skipped")
+        and ("optim/loss_scale" not in row or isinstance(row.get("loss/mean"), str))
+    ]
+    if len(skipped) < 2:
+        return ""
+    return (
+        f"{len(skipped)} of the last {len(rows)} steps made no update, because loss or gradient were not finite "
+        f"(last: step {skipped[-1]}; the trainer's log names loss and norm of each): decrease optimizer.lr, or set "
+        f"trainer.param_dtype: float32; after trainer.max_skipped_steps in a row the run ends"
     )
 
 

@@ -27,7 +27,7 @@ from primerl_hpc.plan.assess.colocated import (
     trainer_limit,
     waiting_states,
 )
-from primerl_hpc.plan.assess.parts import DELIVER_S, DETECT_S, Parts
+from primerl_hpc.plan.assess.parts import DELIVER_S, DETECT_S, RESERVED, Parts
 from primerl_hpc.plan.assess.prefilling import prefill_memory, prefill_side, prompt_time, transfer_time
 from primerl_hpc.plan.predict.figure import Figure, exact, multiply
 from primerl_hpc.plan.predict.timing.host_cores import host_cores
@@ -142,6 +142,7 @@ def predict(
     misfits: list[Misfit] = []
     if choice.trainer_ranks:
         found.add("memory.trainer", lambda: parts.trainer_memory(choice))
+        found.add(RESERVED, lambda: parts.trainer_reserved(choice))
         misfits += _trainer_misfits(parts, choice, found)
         found.add("checkpoint.size", lambda: parts.checkpoint_size(choice))
     if choice.num_engines:

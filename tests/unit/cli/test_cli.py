@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from primerl_hpc.cli.aliases import ROLES
 from primerl_hpc.cli.main import COMMANDS, cli
 from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
@@ -143,7 +145,7 @@ def test_unknown_profiles_and_runs_list_the_known_ones(folder: Path) -> None:
     done = primerl("submit", "recipe.yaml", "-p", "nowhere", cwd=folder)
     assert done.returncode == ExitCode.NOT_FOUND and "leonardo, local, lumi" in done.stderr
     done = primerl("status", "nobody", cwd=folder)
-    assert done.returncode == ExitCode.NOT_FOUND and "primerl-hpc list" in done.stderr
+    assert done.returncode == ExitCode.NOT_FOUND and "primerl-hpc status --list" in done.stderr
 
 
 def test_without_a_profile_the_error_lists_the_choices(folder: Path) -> None:
@@ -247,7 +249,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("words", [("plan",), ("render",), ("submit", "--dry-run")], ids=" ".join)
+@pytest.mark.parametrize("words", [("plan",), ("plan", "--scripts"), ("submit", "--dry-run")], ids=" ".join)
 def test_shown_paths_are_in_the_runs_folder_of_the_profile(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -330,35 +332,54 @@ layout: {inference: {replicas: 1}}
 """
 
 
-def test_inference_submits_a_recipe_of_that_kind_as_submit_does(
+def test_earlier_names_of_commands_do_the_same_and_name_the_present_one_on_stderr(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "served.yaml").write_text(SERVED)
-    words = ("served.yaml", "-p", "local", "--set", "layout.inference.replicas=2", "--dry-run", "--json")
-    output, same = (
-        json.loads(CliRunner().invoke(cli, (name, *words), catch_exceptions=False).output)
-        for name in ("inference", "submit")
+    where = ("-p", "local", "--set", "layout.inference.replicas=2")
+    pairs = (
+        (("inference", "served.yaml", *where, "--dry-run"), ("submit", "served.yaml", *where, "--dry-run")),
+        (("render", "served.yaml", *where), ("plan", "--scripts", "served.yaml", *where)),
+        (("list",), ("status", "--list")),
+        (("schema", "profile"), ("explain", "--schema", "--of", "profile")),
     )
-    roles = [each["role"] for each in output["plan"]["phases"][0]["processes"]]
-    assert output == same and sorted(roles) == ["inference", "inference", "router"]
+    for words, present in pairs:
+        old, new = (CliRunner().invoke(cli, (*each, "--json")) for each in (words, present))
+        assert old.exit_code == new.exit_code == 0 and json.loads(old.stdout) == json.loads(new.stdout)
+        note, *others = old.stderr.splitlines()
+        assert note.startswith(f"note: 'primerl-hpc {words[0]}' is now 'primerl-hpc {present[0]}")
+        assert others == new.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "present"),
+    [
+        *(((role, "--help"), f"role {role}") for role in ROLES),
+        (("shell", "--help"), "exec"),
+        (("trainer", "--bench", "--help"), "bench trainer"),
+        (("submit", "--bench", "--help"), "bench loop"),
+    ],
+    ids=str,
+)
+def test_an_earlier_name_shows_the_help_of_the_present_command(words: tuple[str, ...], present: str) -> None:
+    done = CliRunner().invoke(cli, words)
+    command = present.split(maxsplit=1)[0]
+    assert done.exit_code == 0 and done.stdout.startswith(f"Usage: cli {command} ")
+    assert done.stderr.count("\n") == 1 and f"is now 'primerl-hpc {present}'" in done.stderr
+    assert cli.get_command(click.Context(cli), command) and words[0] not in set(COMMANDS) - {"submit"}
 
 
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
         (("recipe.yaml", "-p", "local"), ExitCode.CONFIG, "kind sft has more processes than engines"),
-        (
-            ("served.yaml", "-p", "local", "--index", "1"),
-            ExitCode.USAGE,
-            "--index selects a process of a run",
-        ),
-        (("run", "--follow"), ExitCode.USAGE, "--follow is for a recipe"),
-        (("run", "--time", "5"), ExitCode.USAGE, "--time is for a recipe"),
-        (("nowhere", "-p", "local"), ExitCode.NOT_FOUND, "neither a recipe nor a run"),
+        (("served.yaml", "-p", "local", "--index", "1"), ExitCode.USAGE, "--index"),
+        (("run", "--follow"), ExitCode.USAGE, "--follow"),
+        (("nowhere",), ExitCode.NOT_FOUND, "no run named 'nowhere'"),
     ],
 )
-def test_inference_refuses_other_recipes_and_options_for_a_run(
+def test_the_earlier_command_inference_refuses_other_recipes_and_options_for_a_run(
     folder: Path, words: tuple[str, ...], code: int, expected: str
 ) -> None:
     (folder / "served.yaml").write_text(SERVED)
@@ -368,10 +389,10 @@ def test_inference_refuses_other_recipes_and_options_for_a_run(
     assert done.returncode == code and expected in done.stderr and tree(folder) == before
 
 
-def test_render_does_not_overwrite_another_script(folder: Path) -> None:
+def test_plan_does_not_overwrite_another_script(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "job.sbatch").write_text("mine\n")
-    done = primerl("render", "recipe.yaml", "-p", "local", "--out", "out", cwd=folder)
+    done = primerl("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", "out", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
 
 
@@ -394,17 +415,20 @@ after: {export: {to: exported}}
     assert nodes in " ".join(shown.stdout.split())
     assert re.search(r"  inference ×2 +own jobs +CPU slots 1 each ", shown.stdout)
     assert all(f"\n{name}:\n" in shown.stdout for name in names) and "--array=0-1" in shown.stdout
-    assert list(json.loads(primerl("render", *where, "--json", cwd=folder).stdout)["scripts"]) == names
-    primerl("render", *where, "--out", "out", cwd=folder)
+    assert (
+        list(json.loads(primerl("plan", "--scripts", *where, "--json", cwd=folder).stdout)["scripts"])
+        == names
+    )
+    primerl("plan", "--scripts", *where, "--out", "out", cwd=folder)
     assert sorted(tree(folder / "out")) == sorted(names)
     (folder / "engines.sbatch.j2").write_text("#!/bin/bash\nif true; then\n")
     broken = primerl("submit", *where, "--dry-run", cwd=folder, PRIMERL_TEMPLATES=str(folder))
     assert broken.returncode == ExitCode.CONFIG and "engines.sbatch" in broken.stderr
 
 
-def test_render_does_not_overwrite_a_binary_file(folder: Path) -> None:
+def test_plan_does_not_overwrite_a_binary_file(folder: Path) -> None:
     (folder / "job.sbatch").write_bytes(b"\xff\x00")
-    done = primerl("render", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
+    done = primerl("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and (folder / "job.sbatch").read_bytes() == b"\xff\x00"
 
 
@@ -418,7 +442,7 @@ def test_every_command_has_help_with_an_example_and_its_exit_codes(name: str, tm
 def test_help_fits_80_columns_and_an_empty_list_of_runs_is_reported(tmp_path: Path) -> None:
     lines = primerl("--help", cwd=tmp_path).stdout.splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
-    done = primerl("list", cwd=tmp_path, PRIMERL_HOME=str(tmp_path / "home"))
+    done = primerl("status", "--list", cwd=tmp_path, PRIMERL_HOME=str(tmp_path / "home"))
     assert done.returncode == 0 and done.stdout == "" and done.stderr.startswith("no runs yet")
 
 
@@ -449,7 +473,7 @@ def test_forked_commands_equal_started_ones_and_leave_nothing_to_the_next(folder
     cases = (
         (("plan", "recipe.yaml", "--json"), {"PRIMERL_PROFILE": "local"}),
         (("plan", "recipe.yaml"), {}),
-        (("render", "recipe.yaml", "-p", "local", "--out", "."), {}),
+        (("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", "."), {}),
         (("--debug", "resume", "nothing"), {}),
     )
     made = []
@@ -614,12 +638,12 @@ def test_plan_and_submit_warn_of_quantization_by_its_old_name(
     assert new.stderr == ""
 
 
-@pytest.mark.parametrize("command", ["plan", "render"])
+@pytest.mark.parametrize("command", [("plan",), ("plan", "--scripts")], ids=" ".join)
 def test_a_recipe_with_missing_files_is_planned_with_warnings_but_not_submitted(
-    tmp_path: Path, command: str
+    tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """Shipped recipes before tools/tiny-model was run, or on a login node without access to the model."""
-    done = primerl(command, "reverse_text/tiny", "-p", "h100x64", cwd=tmp_path)
+    done = primerl(*command, "reverse_text/tiny", "-p", "h100x64", cwd=tmp_path)
     assert done.returncode == 0 and "reverse-text-tiny" in done.stdout, done.stderr
     warnings = done.stderr.splitlines()
     assert [line for line in warnings if "model folder" in line and "does not exist" in line]
@@ -645,7 +669,7 @@ def test_a_missing_model_is_fetched_by_the_command_of_the_error_and_only_warned_
     planned = primerl("plan", *options, cwd=tmp_path, **variables)
     assert planned.returncode == 0 and "predicted for Qwen/Qwen3-4B" in planned.stdout, planned.stderr
     shown = primerl("submit", *options, "--dry-run", cwd=tmp_path, **variables)
-    assert shown.returncode == 0 and "#SBATCH" in shown.stdout, shown.stderr
+    assert shown.returncode == ExitCode.NOT_FOUND and "#SBATCH" in shown.stdout, shown.stderr
     for done in (planned, shown):
         assert "warning: the nodes of profile 'h100x64' are offline" in done.stderr and fetch in done.stderr
     refused = primerl("submit", *options, cwd=tmp_path, **variables)

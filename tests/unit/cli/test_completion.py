@@ -37,6 +37,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         (["top", "math-001"], "ma", ["math-001"]),
         (["logs", "math-001"], "tr", ["trainer", "trainer-0"]),
         (["logs", "math-001"], "jo", ["job"]),
+        (["role"], "env", ["env-server"]),
+        (["trainer"], "ma", ["math-001"]),
         (["exec", "math-001", "--role"], "inf", ["inference", "inference-0"]),
         (["submit", "x.yaml", "-p"], "h100", ["h100x64", "h100x64-pyxis", "h100x1024"]),
         (["submit"], "reverse_text/ti", ["reverse_text/tiny"]),

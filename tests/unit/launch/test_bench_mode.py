@@ -23,8 +23,8 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-from primerl_hpc.cli.bench_options import table  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode  # noqa: E402
+from primerl_hpc.launch.bench.tables import trainer_table  # noqa: E402
 from primerl_hpc.plan.bench_plans import BenchRequest, for_bench  # noqa: E402
 from primerl_hpc.plan.predict.flops import visible_pairs  # noqa: E402
 from primerl_hpc.recipe.schema.recipe import Recipe  # noqa: E402
@@ -35,6 +35,7 @@ from primerl_hpc.trainer.parallel.context import Context, Packing  # noqa: E402
 from primerl_hpc.trainer.perf import FlopCounter, peak_flops_of, windows_of  # noqa: E402
 from tests.support.helpers import random_row  # noqa: E402
 from tests.unit.cli.test_cli import primerl  # noqa: E402
+from tools.bench.machine import QWEN3_600M  # noqa: E402
 
 SHAPE = {
     "vocab_size": 97,
@@ -44,16 +45,6 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-}
-QWEN3_600M = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
 }
 
 
@@ -253,7 +244,7 @@ def test_the_table_fits_80_columns_and_explains_a_missing_mfu(
         "peak_memory_gib": {"resident": 12.3, "allocated": 60.0, "reserved": 71.2},
         "collectives_s": {"all_gather": 0.1, "reduce_scatter": 0.2, "all_reduce": 0.001},
     }
-    lines = table(result)
+    lines = trainer_table(result)
     assert max(map(len, lines)) <= 80
     assert "traces: trace" in lines and any("--peak-tflops" in line for line in lines)
     assert "".join(lines).count("MFU (") == 0 and lines[0].startswith("rl · Qwen3MoeForCausalLM, 30.5 B")
@@ -285,29 +276,37 @@ rollouts: {sampling: {max_tokens: 8}}
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("trainer", "r.yaml", "--steps", "3"), ExitCode.USAGE, "--steps needs --bench"),
-        (("trainer", "r.yaml", "--time", "5"), ExitCode.USAGE, "--time needs --bench"),
-        (("trainer", "--bench", "r.yaml"), ExitCode.CONFIG, "--profile"),
-        (("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "x"), ExitCode.USAGE, "512-4096"),
         (
-            ("trainer", "--bench", "r.yaml", "-p", "local", "--lengths", "65"),
+            ("bench", "trainer", "r.yaml", "--rate", "3"),
+            ExitCode.USAGE,
+            "--rate is for inference, not for trainer",
+        ),
+        (
+            ("bench", "loop", "r.yaml", "--index", "1"),
+            ExitCode.USAGE,
+            "--index is for trainer, sft, not for loop",
+        ),
+        (("bench", "trainer", "r.yaml"), ExitCode.CONFIG, "--profile"),
+        (("bench", "trainer", "r.yaml", "-p", "local", "--lengths", "x"), ExitCode.USAGE, "512-4096"),
+        (
+            ("bench", "trainer", "r.yaml", "-p", "local", "--lengths", "65"),
             ExitCode.CONFIG,
             "rows of seq_len 64",
         ),
-        (("sft", "--bench", "r.yaml", "-p", "local"), ExitCode.CONFIG, "primerl-hpc trainer --bench"),
-        (("trainer", "--bench", "no.yaml", "-p", "local"), ExitCode.NOT_FOUND, "no.yaml"),
+        (("bench", "sft", "r.yaml", "-p", "local"), ExitCode.CONFIG, "primerl-hpc bench trainer"),
+        (("bench", "trainer", "no.yaml", "-p", "local"), ExitCode.NOT_FOUND, "no.yaml"),
         (
-            ("trainer", "--bench", "r.yaml", "-p", "local", "--set", "model.name=./other"),
+            ("bench", "trainer", "r.yaml", "-p", "local", "--set", "model.name=./other"),
             ExitCode.NOT_FOUND,
             "model folder",
         ),
         (
-            ("trainer", "--bench", "r.yaml", "-p", "local", "--set", "layout.trainer.ranks=5"),
+            ("bench", "trainer", "r.yaml", "-p", "local", "--set", "layout.trainer.ranks=5"),
             ExitCode.CONFIG,
             "has 4",
         ),
         (
-            ("trainer", "--bench", "r.yaml", "-p", "h100x64", "--set", "layout.trainer.ranks=16"),
+            ("bench", "trainer", "r.yaml", "-p", "h100x64", "--set", "layout.trainer.ranks=16"),
             ExitCode.UNAVAILABLE,
             "SLURM is not installed on this machine",
         ),

@@ -1,4 +1,4 @@
-"""How the supervisor will start roles, as `render --steps` shows it."""
+"""How the supervisor will start roles, as `plan --scripts --steps` shows it."""
 
 from __future__ import annotations
 

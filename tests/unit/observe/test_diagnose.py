@@ -185,6 +185,30 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_named"),
+    [
+        ([{"optim/skipped": 1.0, "loss/mean": "nan"}] * 2, True),
+        ([{"optim/skipped": 1.0, "loss/mean": 0.5}] * 2, True),  # gradients
+        ([{"optim/skipped": 1.0, "loss/mean": 0.5}], False),
+        (
+            [{"optim/skipped": 1.0, "loss/mean": 0.5, "optim/loss_scale": 2.0}] * 4,
+            False,
+        ),  # the search for a scale
+        ([{"optim/skipped": 0.0, "loss/mean": 0.5}] * 4, False),
+    ],
+)
+def test_repeated_steps_without_an_update_are_named(
+    run: RunDir, rows: list[dict[str, Any]], is_named: bool
+) -> None:
+    for step, row in enumerate(rows, 24):
+        append_json(run.metrics("trainer"), {"step": step, "time": time.time(), "attempt": 2, **row})
+    found = diagnose(run, lambda _: "")
+    text = f"{len(rows)} of the last {len(rows) + 1} steps made no update"
+    assert any(text in warning for warning in found.as_json()["warnings"]) == is_named
+    assert ("steps made no update" in " ".join(render_diagnosis(found, 5).split())) == is_named
+
+
 def fail(run: RunDir, **values: Any) -> None:
     fault = {
         "attempt": 2,

@@ -88,7 +88,10 @@ def test_every_key_has_a_type_and_a_meaning(root: type) -> None:
 
 
 def test_the_schema_is_json_with_and_without_the_option() -> None:
-    output = [CliRunner().invoke(cli, ["schema", "profile", *words]).output for words in ((), ("--json",))]
+    output = [
+        CliRunner().invoke(cli, ["explain", "--schema", "--of", "profile", *words]).output
+        for words in ((), ("--json",))
+    ]
     assert output[0] == output[1] and output[0].startswith("{")
 
 

@@ -23,15 +23,7 @@ from primerl_hpc.runtime.engine_host import EngineHost
 from primerl_hpc.runtime.supervisor import Supervisor
 from tests.support.helpers import PATIENCE_S, ROOT, TOY_RECIPE, make_plan, process_plan, wait_for
 from tests.support.slurm_rows import UNKNOWN_JOB, printed, queue_row, row
-
-SERVE = """
-import sys, time
-from pathlib import Path
-from primerl_hpc.run.endpoints import publish_endpoint
-from primerl_hpc.run.rundir import RunDir
-publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[3], "http://127.0.0.1:1")
-time.sleep(600)
-"""
+from tests.unit.runtime.test_supervisor import SERVE
 
 
 @pytest.fixture

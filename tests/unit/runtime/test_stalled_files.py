@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -28,23 +27,13 @@ from primerl_hpc.runtime.files.journal import Journal
 from tests.support.helpers import (
     PATIENCE_S,
     ROOT,
-    TOY_RECIPE,
     captured,
     is_alive,
-    make_plan,
-    process_plan,
     wait_for,
 )
+from tests.unit.runtime.test_supervisor import SERVE, Toy, toy  # noqa: F401 (a fixture)
 
 LIBRARY = ROOT / "tests" / "support" / "stalled_files.c"
-SERVE = """
-import sys, time
-from pathlib import Path
-from primerl_hpc.run.endpoints import publish_endpoint
-from primerl_hpc.run.rundir import RunDir
-publish_endpoint(RunDir(Path(sys.argv[1])), sys.argv[2], "http://127.0.0.1:1")
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -55,53 +44,35 @@ def journal(tmp_path: Path) -> Journal:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_signals_and_exits_are_handled_while_no_call_in_the_run_directory_returns(tmp_path: Path) -> None:
-    run, flag, log = RunDir(tmp_path / "run"), tmp_path / "stalled", tmp_path / "log"
-    library = tmp_path / "stalled_files.so"
+def test_signals_and_exits_are_handled_while_no_call_in_the_run_directory_returns(
+    toy: Toy,  # noqa: F811 the fixture
+    tmp_path: Path,
+) -> None:
+    run, flag, library = toy.run, tmp_path / "stalled", tmp_path / "stalled_files.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, LIBRARY, "-ldl"], check=True)
-    exits = {Role.INFERENCE: OnExit.RESTART, Role.TRAINER: OnExit.ENDS_PHASE}
-    argv = (sys.executable, "-c", textwrap.dedent(SERVE), str(run.root))
-    processes = [
-        process_plan(role, argv=(*argv, f"{role.value}-0"), on_exit=on_exit)
-        for role, on_exit in exits.items()
-    ]
-    make_plan(run.root, TOY_RECIPE, processes=processes)
-    variables = {"LD_PRELOAD": str(library), "STALL_FOLDER": str(run.root), "STALL_FLAG": str(flag)}
-    with log.open("w") as file:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(run.root)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-            stderr=file,
-        )
-
-    def wait(condition: Callable[[], object], what: str) -> None:
-        wait_for(lambda: condition() or supervisor.poll() is not None, what, tell=log.read_text)
-        assert supervisor.poll() is None, log.read_text()
-
-    def events(name: str) -> list[dict]:
-        return [row for row in read_jsonl(run.events) if row["event"] == name]
-
+    toy.add(Role.INFERENCE, SERVE, OnExit.RESTART)
+    toy.add(Role.TRAINER, SERVE, OnExit.ENDS_PHASE)
+    toy.start(LD_PRELOAD=str(library), STALL_FOLDER=str(run.root), STALL_FLAG=str(flag))
+    assert toy.supervisor is not None
     try:
-        wait(lambda: len(events("role_ready")) == 2, "both processes")
+        wait_for(lambda: len(toy.events("role_ready")) == 2, "both processes")
         flag.touch()
-        psutil.Process(read_json(run.endpoint("inference-0"))["pid"]).kill()
-        wait(lambda: "role_exited process=inference-0" in log.read_text(), "its exit, in the stall")
-        assert not events("role_exited")
+        psutil.Process(toy.pid_of("inference-0")).kill()
+        toy.wait_until_it_says("role_exited process=inference-0")
+        assert not toy.events("role_exited")
         flag.unlink()
-        wait(lambda: len(events("role_ready")) == 3, "its restart after the stall")
-        guards = psutil.Process(supervisor.pid).children()
+        wait_for(lambda: len(toy.events("role_ready")) == 3, "its restart after the stall")
+        guards = psutil.Process(toy.supervisor.pid).children()
         flag.touch()
-        supervisor.send_signal(signal.SIGTERM)
-        wait(lambda: "signal signal=SIGTERM" in log.read_text(), "the first signal, in the stall")
-        supervisor.send_signal(signal.SIGTERM)
-        wait(lambda: not any(map(is_alive, guards)), "the end of all processes, in the stall")
-        flag.unlink()
-        assert len(guards) == 2 and supervisor.wait(PATIENCE_S) == ExitCode.PREEMPTED
+        toy.supervisor.send_signal(signal.SIGTERM)
+        toy.wait_until_it_says("signal signal=SIGTERM")
+        toy.supervisor.send_signal(signal.SIGTERM)
+        wait_for(lambda: not any(map(is_alive, guards)), "the end of all processes, in the stall")
     finally:
-        supervisor.kill()
-        supervisor.wait()
-    assert [row["process"] for row in events("role_exited")] == ["inference-0"]
-    assert len(events("signal")) == 2 and read_json(run.state)["state"] == RunState.CANCELLED
+        flag.unlink(missing_ok=True)
+    assert len(guards) == 2 and toy.end() == ExitCode.PREEMPTED
+    assert [row["process"] for row in toy.events("role_exited")] == ["inference-0"]
+    assert len(toy.events("signal")) == 2 and read_json(run.state)["state"] == RunState.CANCELLED
     assert not run.supervisor_lock.exists()
 
 

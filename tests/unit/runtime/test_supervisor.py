@@ -92,12 +92,12 @@ class Toy:
             process_plan(role, index, argv=argv, on_exit=on_exit, ready_timeout_s=ready_timeout_s)
         )
 
-    def start(self, plan: Plan | None = None, *, pythonpath: Path | None = ROOT) -> None:
+    def start(self, plan: Plan | None = None, *, pythonpath: Path | None = ROOT, **environ: str) -> None:
         plan = plan or make_plan(self.run.root, self.recipe, processes=self.processes)
         write_json(self.run.plan, plan.model_dump(mode="json"))
         self.supervisor = subprocess.Popen(
             [sys.executable, "-m", "primerl_hpc.runtime.supervisor", str(self.run.root)],
-            env={**os.environ, "PYTHONPATH": str(pythonpath or "")},
+            env={**os.environ, "PYTHONPATH": str(pythonpath or ""), **environ},
             cwd=self.run.root,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""synthetic-rollouts: prompts of random words and random rewards, for ``primerl-hpc submit --bench``.
+"""synthetic-rollouts: prompts of random words and random rewards, for ``primerl-hpc bench loop``.
 
     environments: {train: [{id: synthetic-rollouts, args: {prompt_words: 100}}]}
 

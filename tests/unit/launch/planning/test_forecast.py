@@ -18,13 +18,18 @@ from click.testing import CliRunner, Result
 
 from primerl_hpc.checks.recipe.model_config import find_config, load_config
 from primerl_hpc.cli.main import cli
+from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError
+from primerl_hpc.launch.compose import plan_run
 from primerl_hpc.launch.planning.alternatives import parse_nodes
 from primerl_hpc.launch.planning.forecast import read_lengths
-from primerl_hpc.plan.predict.shape import known_config
+from primerl_hpc.launch.planning.screen import forecast_lines
+from primerl_hpc.plan.predict.shape import known_config, known_models
+from primerl_hpc.recipe.load import load_recipe
 from primerl_hpc.run.metrics import MetricsWriter
 from primerl_hpc.run.rundir import RunDir
 from tests.support.api import serve_handler
+from tests.support.helpers import ROOT
 
 EIGHT_B = "Qwen/Qwen3-8B"
 RECIPE = """\
@@ -66,6 +71,39 @@ def plan(*words: str) -> Result:
 def unfolded(text: str) -> str:
     """Return the text without line breaks and repeated blanks."""
     return " ".join(text.split())
+
+
+# -- every known model on every site ---------------------------------------------------------------
+
+HYBRID = (
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Qwen/Qwen3.5-27B",
+    "Qwen/Qwen3.5-35B-A3B",
+)
+SITES = tuple(sorted(path.stem for path in (ROOT / "cluster_profiles").glob("*.yaml")))
+
+
+@pytest.mark.parametrize("site", ("h100x64", "frontier", "vista"))
+@pytest.mark.parametrize("model", HYBRID)
+def test_what_is_not_predicted_is_a_line_of_the_plan(here: Path, model: str, site: str) -> None:
+    write(here, model)
+    planned = plan_run(load_recipe("recipe.yaml"), load_profile(site), missing=[])
+    text = unfolded("\n".join(forecast_lines(planned.forecast)))
+    assert "not predicted: the memory of layers with linear attention in the trainer" in text
+    assert planned.plan.prediction is None or "memory.trainer" not in planned.plan.prediction.figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", SITES)
+def test_every_known_model_is_planned_on_every_site(here: Path, site: str) -> None:
+    profile = load_profile(site)
+    for model in known_models():
+        write(here, model)
+        longest = known_config(model).get("max_position_embeddings") or 16384
+        sizes = [f"seq_len={min(16384, longest)}", "rollouts.sampling.max_tokens=1024"]
+        loaded = load_recipe("recipe.yaml", overrides=sizes)
+        planned = plan_run(loaded, profile, missing=[])
+        assert forecast_lines(planned.forecast), model
 
 
 # -- the model's config.json -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`exec`, `shell`, `stacks` and `top` for a run on this machine, with real processes, and real tmux and py-spy if
+"""`exec`, `stacks` and `top` for a run on this machine, with real processes, and real tmux and py-spy if
 installed. tests/slurm/test_lifecycle.py has the steps of a job.
 """
 
@@ -62,7 +62,7 @@ def test_commands_run_in_a_running_run_with_their_own_exit_code(toy: Toy) -> Non
     assert "no-such-program" in str(command("exec", run_of(toy), "no-such-program").exception)
     for words in (("--role", "judge"), ("--node", "nowhere")):
         assert isinstance(command("exec", run_of(toy), *words, "--", "true").exception, NotFoundError)
-    with Terminal("primerl_hpc", "shell", run_of(toy), "--shell", "sh", cwd=toy.run.root) as terminal:
+    with Terminal("primerl_hpc", "exec", run_of(toy), "--shell", "sh", cwd=toy.run.root) as terminal:
         terminal.press("echo $((20 + 3))-x; exit 5\n")
         terminal.wait_for("23-x")
         assert terminal.end() == 5
@@ -80,7 +80,7 @@ OBSERVING = (
     ("chat", "--prompt", "hello"),
     ("stacks",),
     ("exec", "--", "true"),
-    ("shell", "--json"),
+    ("exec", "--json"),
     ("du",),
     ("profile",),
 )
