@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -108,6 +109,11 @@ def private_place(path: Path) -> Iterator[Path]:
         yield folder / path.name
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644, is_durable: bool = True) -> None:

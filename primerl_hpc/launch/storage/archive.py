@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from primerl_hpc.common.errors import DataError, OccupiedError
-from primerl_hpc.common.files import private_place
+from primerl_hpc.common.files import private_place, sha256_of
 from primerl_hpc.launch.storage.usage import Amount, check_is_mine
 from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.run.access.elsewhere import files_of_run
@@ -85,8 +85,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str, sums: list[str]) -> int:
     if not member.isreg():
         tar.addfile(member)  # a link: versions of the weights share the tokenizer's files
         if member.islnk():
-            with path.open("rb") as file:
-                sums.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+            sums.append(f"{sha256_of(path)}  {name}\n")
         return 0
     source = _HashedFile(path)
     with source.file:

@@ -9,7 +9,6 @@ The archive is written under a temporary name and renamed when it is complete, s
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import shutil
@@ -22,16 +21,15 @@ from pathlib import Path
 from typing import IO
 
 from primerl_hpc.common.errors import ConfigError, DataError
-from primerl_hpc.common.files import private_place, write_json
+from primerl_hpc.common.files import private_place, sha256_of, write_json
 from primerl_hpc.offline.bundle.environment import BundleEntry, PythonEnvironment, entries, needed_glibc
 from primerl_hpc.offline.bundle.formats import WRITERS, Format
-from primerl_hpc.offline.bundle.manifest import Manifest, manifest_path, read_manifest
-from primerl_hpc.plan.plan import BUNDLE_MANIFEST, BundlePlan
+from primerl_hpc.offline.bundle.manifest import Manifest, manifest_path, planned, read_manifest
+from primerl_hpc.plan.plan import BUNDLE_MANIFEST
 from primerl_hpc.render.bundle import render_unpack
 
 TRY_S = 3600.0
 _PRIVATE = 0o755
-_CHUNK = 1 << 20
 
 
 def build(environment: PythonEnvironment, target: Path, kind: Format) -> Manifest:
@@ -42,7 +40,7 @@ def build(environment: PythonEnvironment, target: Path, kind: Format) -> Manifes
             num_files, num_bytes = _write_tar(environment, stream, inside)
         manifest = Manifest(
             format=kind,
-            sha256=_sha256(temporary),
+            sha256=sha256_of(temporary),
             size_bytes=temporary.stat().st_size,
             unpacked_bytes=num_bytes,
             num_files=num_files,
@@ -156,23 +154,14 @@ def _unreadable(entry: BundleEntry, error: Exception) -> ConfigError:
     )
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def try_bundle(target: Path, folder: Path | None = None) -> float:
     """Unpack a bundle as a node does, start its Python, and delete the copy. Return the seconds that this took.
 
     ``folder``: parent of the copy; None: the temporary folder. Raises DataError if it fails.
     """
     manifest = read_manifest(target)
-    facts = manifest.model_dump(include=set(BundlePlan.model_fields)) | {"path": str(target)}
     work = Path(tempfile.mkdtemp(prefix="primerl-bundle-", dir=folder))
-    script = render_unpack(BundlePlan.model_validate(facts), owner="a test", scratch=None)
+    script = render_unpack(planned(manifest, target), owner="a test", scratch=None)
     start = time.monotonic()
     try:
         done = subprocess.run(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common.block import Block
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.offline.bundle.run_path import origin_path, with_relative_run_path
@@ -39,8 +40,7 @@ _RELATIVE_SHEBANG = (
 """Start of a script in ``bin``: the shell runs the interpreter next to it, which reads the second line as text."""
 
 
-@dataclass(frozen=True)
-class PythonEnvironment:
+class PythonEnvironment(Block):
     prefix: Path
     base: Path
     executable: Path
@@ -83,16 +83,7 @@ def inspect_environment(python: str) -> PythonEnvironment:
         raise ConfigError(
             error.cause, hint="name the python in the bin folder of a virtual or Conda environment"
         ) from error
-    found = PythonEnvironment(
-        prefix=Path(facts["prefix"]),
-        base=Path(facts["base"]),
-        executable=Path(facts["executable"]),
-        library=facts["library"],
-        python=facts["python"],
-        arch=facts["arch"],
-        packages=facts["packages"],
-        outside=facts["outside"],
-    )
+    found = PythonEnvironment.model_validate(facts)
     if found.uses_os_python and not found.is_virtual:
         raise ConfigError(
             f"{python} is the Python of the operating system, which cannot be bundled",

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-import sysconfig
 import urllib.parse
 from typing import Any
 
@@ -29,7 +28,6 @@ def inspect() -> dict[str, Any]:
         "base": os.path.realpath(sys.base_prefix),
         "executable": os.path.realpath(getattr(sys, "_base_executable", sys.executable)),
         "library": f"{sys.platlibdir}/{version}",
-        "site": [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
         "python": platform.python_version(),
         "arch": platform.machine(),
         "packages": packages,

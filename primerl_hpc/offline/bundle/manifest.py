@@ -128,18 +128,13 @@ def plan_bundle(bundle: Path, profile: Profile) -> BundlePlan:
                 location=location,
                 hint="bundle an environment with fewer packages, or correct scratch.size_gib",
             )
-    return BundlePlan(
-        path=str(bundle),
-        format=manifest.format.value,
-        sha256=manifest.sha256,
-        size_bytes=manifest.size_bytes,
-        unpacked_bytes=manifest.unpacked_bytes,
-        arch=manifest.arch,
-        glibc=manifest.glibc,
-        base=manifest.base,
-        python=manifest.python,
-        srun_args=srun_args(profile.scheduler),
-    )
+    return planned(manifest, bundle, srun_args(profile.scheduler))
+
+
+def planned(manifest: Manifest, bundle: Path, srun_args: tuple[str, ...] = ()) -> BundlePlan:
+    """Return the facts that a node needs to unpack a bundle."""
+    facts = manifest.model_dump(mode="json", include=set(BundlePlan.model_fields))
+    return BundlePlan(**facts, path=str(bundle), srun_args=srun_args)
 
 
 def note_changes(bundle: Path, prefix: Path) -> str | None:

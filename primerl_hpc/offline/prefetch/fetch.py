@@ -8,7 +8,6 @@ keeps complete files, so an interrupted download continues with the file at whic
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.errors import DataError, NotFoundError, PrimerlError
-from primerl_hpc.common.files import read_json_or_none, write_json
+from primerl_hpc.common.files import read_json_or_none, sha256_of, write_json
 from primerl_hpc.common.locks import is_stale, no_locks_error
 from primerl_hpc.common.waiting import DISK_FULL, repeating
 from primerl_hpc.transport.base_models.snapshots import SMALL_FILES, UNREAD_FILES
@@ -147,11 +146,6 @@ def _verify(folder: Path, file: HubFile, known: dict[str, Any], root: Path) -> d
             f"{file.path} differs from the hub's checksum and was deleted", hint="run the command again"
         )
     return facts
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _reporting(blobs: Path, total: int, report: Report) -> contextlib.AbstractContextManager[None]:

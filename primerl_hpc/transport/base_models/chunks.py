@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from primerl_hpc.common.errors import DataError
+from primerl_hpc.common.files import sha256_of
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -137,8 +138,7 @@ class LocalCopy:
     def finish(self) -> None:
         """Compare complete files with the checksums of the hub. Raises DataError with the file that differs."""
         for name, checksum in self.table.checksums.items():
-            with (self.folder / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = sha256_of(self.folder / name)
             if found != checksum:
                 raise DataError(
                     f"{name} has the checksum {found[:12]}…, not {checksum[:12]}…",

@@ -322,6 +322,11 @@ def test_processes_run_from_the_folder_that_only_the_node_knows(bundle: Path) ->
     }
     assert here.preflight is not None and "/local/env/bin/python" in here.preflight.pythons
     assert BUNDLE_PYTHON not in here.model_dump_json().replace('"bundle":{', "")
+    measured = plan_of(with_profile(bundle, "preflight={sums: always, bandwidth: always}"))
+    assert BUNDLE_PYTHON in measured.model_dump_json()
+    checks = with_interpreter(measured, "/local/env/bin/python").preflight
+    assert checks is not None and checks.sums is not None and checks.bandwidth is not None
+    assert checks.sums.argv == checks.bandwidth.argv == ("/local/env/bin/python",)
 
 
 def test_profiles_that_contradict_their_bundle_are_refused(bundle: Path) -> None:
