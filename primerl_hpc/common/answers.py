@@ -7,8 +7,8 @@
             {"error": {…}}          the PrimerlError that it raises
 
 It ends with the traceback of any other exception, and as soon as stdin ends, also during an answer. It uses the
-standard library only: an interpreter may have none of our dependencies, and not this package either. Two functions that
-are asked by their text are at the end of this module.
+standard library only: an interpreter may have none of our dependencies, and not this package either. Functions that are
+asked are at the end of this module.
 """
 
 from __future__ import annotations
@@ -77,6 +77,29 @@ def _primerl_error() -> Any:
     """Return the base class of errors of this package; nothing if the function does not use them."""
     errors = sys.modules.get("primerl_hpc.common.errors")
     return () if errors is None else errors.PrimerlError
+
+
+def stamps() -> dict[str, Any]:
+    """Return what changes when an answer may: stamps of this interpreter, of the folders in which it finds modules, and
+    of the modules that it has imported from elsewhere, such as editable ones.
+    """
+    files = (str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
+    prefixes = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    elsewhere = {file for file in files if os.path.isabs(file) and not file.startswith(prefixes)}
+    return stamps_of([sys.executable, *filter(None, sys.path), *sorted(elsewhere)])
+
+
+def stamps_of(paths: Iterable[str]) -> dict[str, Any]:
+    """Return time of change and size of each of the files and folders; None for those that do not exist."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            found[path] = None
+        else:
+            found[path] = [status.st_mtime_ns, status.st_size]
+    return found
 
 
 def missing_modules(names: list[str]) -> list[str]:

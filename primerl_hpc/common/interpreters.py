@@ -7,11 +7,15 @@
 `Interpreters` calls all functions in one process for each interpreter and its variables: what the first question
 imports, the next ones need not import again. `answers` is that process. Arguments and results are JSON. A PrimerlError
 of the function is raised here, and InterpreterError if there is no result.
+
+An `Expected` answer is remembered in the state folder, so that a second `submit` of a recipe does not import verifiers
+again, which takes longer than everything else of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -20,12 +24,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from primerl_hpc.common import env, errors
+from primerl_hpc.common.answers import stamps_of
 from primerl_hpc.common.errors import PrimerlError
+from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.package import package_root
 
 TIMEOUT_S = 60.0
@@ -33,10 +41,21 @@ GRACE_S = 5.0
 """Time for a process that has closed its output to say why."""
 LAST_LINES = 20
 """Lines of the process's own output that an error has as details."""
+MAX_KEPT = 200
+"""Remembered answers."""
 
 
 class InterpreterError(PrimerlError):
     """An interpreter cannot be started here, ends without a result, or exceeds the time limit."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The usual answer of a function: nothing is wrong. Other answers are not remembered."""
+
+    answer: Any
+    files: tuple[str, ...] = ()
+    """What the function reads besides its modules."""
 
 
 class Interpreters:
@@ -85,6 +104,20 @@ class Interpreters:
         question |= {"reports": True} if on_progress is not None else {}
         return self._started[key].ask(question, timeout_s, on_progress)
 
+    def ask_unless_unchanged(
+        self, python: str, variables: Mapping[str, str], function: str, argument: Any, expected: Expected
+    ) -> Any:
+        """Like `ask`, but an expected answer is given again until something changes on which it depends."""
+        place = _place(python, variables, function, argument)
+        known = read_json_or_none(place) or {}
+        if known and known == {**stamps_of(known), **stamps_of(expected.files)}:
+            return expected.answer
+        answer = self.ask(python, variables, function, argument)
+        if answer == expected.answer:
+            found = self.ask(python, variables, "primerl_hpc.common.answers:stamps")
+            _remember(place, {**found, **stamps_of(expected.files)})
+        return answer
+
 
 def ask(
     python: str, variables: Mapping[str, str] | None, function: str, *arguments: Any, **options: Any
@@ -92,6 +125,20 @@ def ask(
     """Ask one question, in a process that ends with it. See `Interpreters.ask`."""
     with Interpreters() as interpreters:
         return interpreters.ask(python, variables, function, *arguments, **options)
+
+
+def _place(python: str, variables: Mapping[str, str], function: str, argument: Any) -> Path:
+    """Return the file about the question, which also depends on where modules and models are found."""
+    paths = {name: value for name, value in os.environ.items() if name.startswith(("HF_", "PYTHON"))}
+    question = json.dumps([python, dict(variables), function, argument, paths], sort_keys=True)
+    return env.state_home() / "answers" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
+
+
+def _remember(place: Path, found: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a home folder that is full or read-only
+        write_json(place, found)
+        for path in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MAX_KEPT]:
+            path.unlink()
 
 
 def _source(module: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from primerl_hpc.checks.recipe.model_config import find_file
 from primerl_hpc.cluster.load import LoadedProfile
-from primerl_hpc.common.interpreters import InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.recipe.renderer import COMPARISON, uses_renderer
@@ -38,7 +38,8 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Inter
     request = model.model_dump(mode="json", include={"name", "tokenizer", "renderer"})
     python = software.python or profile.profile.software.python_here
     try:
-        difference = interpreters.ask(python, variables, COMPARISON, request)
+        expected = Expected(None, _tokenizer_files(name, variables))
+        difference = interpreters.ask_unless_unchanged(python, variables, COMPARISON, request, expected)
     except InterpreterError as error:
         return f"renderer '{model.renderer.name}' was not compared with the chat template of {name}: {error.cause}"
     if difference is None:
@@ -47,6 +48,13 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Inter
         f"renderer '{model.renderer.name}' differs from the chat template of {name} in a plain conversation at "
         f"{difference}. If the model was trained with its template, set model.renderer.name to its family"
     )
+
+
+def _tokenizer_files(name: str, variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files of a model's folder but for its weights."""
+    folder = find_file(name, "tokenizer_config.json", variables)
+    files = sorted(folder.parent.iterdir()) if folder is not None else []
+    return tuple(str(path) for path in files if path.suffix in (".json", ".jinja", ".model", ".txt"))
 
 
 def _has_template(name: str, variables: Mapping[str, str]) -> bool:

@@ -9,11 +9,13 @@ from typing import Any
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.interpreters import InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.schema.rollout import Environment
+
+_NO_FAULT = Expected({"has_verifiers": True, "faults": []})
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def _find_faults(
     fields = {"id", "args", "env_args"}
     blocks = [item.environment.model_dump(mode="json", include=fields) for item in asked]
     try:
-        found = interpreters.ask(python, variables, "primerl_hpc.envs.lookup:find_faults", blocks)
+        function = "primerl_hpc.envs.lookup:find_faults"
+        found = interpreters.ask_unless_unchanged(python, variables, function, blocks, _NO_FAULT)
     except InterpreterError as error:
         _note(error.cause)
         return []

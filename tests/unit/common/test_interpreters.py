@@ -14,7 +14,7 @@ import pytest
 
 from primerl_hpc.common import answers
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.interpreters import InterpreterError, Interpreters, ask
+from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters, ask
 from tests.support.helpers import ROOT, is_alive, wait_for
 
 QUESTIONS = """
@@ -39,6 +39,9 @@ def waits(request):
 def counts(request, report):
     for number in range(request):
         report(number)
+
+def is_odd(request):
+    return request % 2 == 1
 
 def refuses(request):
     from primerl_hpc.common.errors import DataError
@@ -80,6 +83,58 @@ def test_one_process_answers_all_questions_and_ends_with_the_block(variables: di
     assert (first["got"], second["got"]) == ({"a": "ä"}, [1]) and first["pid"] == second["pid"]
     assert (first["variable"], other["variable"]) == (None, "b") and other["pid"] != first["pid"]
     assert not any(map(is_alive, processes))
+
+
+def test_an_expected_answer_is_given_again_until_something_changes_on_which_it_depends(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
+    read, other = tmp_path / "data" / "read.json", tmp_path / "modules"
+    for folder in (tmp_path / "state", read.parent, other):
+        folder.mkdir()
+    read.write_text("1")
+    module = other / "answering.py"
+    module.write_text("def faults(request):\n    return []\n")
+    asked: list[Any] = []
+
+    def answer(request: str = "a", **more: str) -> Any:
+        path = {**variables, "PYTHONPATH": f"{other}:{variables['PYTHONPATH']}", **more}
+        with Interpreters() as interpreters:
+            given = interpreters.ask_unless_unchanged(
+                sys.executable, path, "answering:faults", request, Expected([], (str(read),))
+            )
+            asked.extend(interpreters._started)
+        return given
+
+    for _ in range(2):
+        assert answer() == []
+    assert len(asked) == 1
+    changes = (
+        lambda: read.write_text("22"),
+        lambda: (other / "another.py").write_text(""),  # may be imported in the place of another one
+        lambda: module.write_text("def faults(request):\n    return list()\n"),
+        read.unlink,
+    )
+    for number, change in enumerate(changes, 2):
+        change()
+        assert answer() == answer() == [] and len(asked) == number
+    assert answer("b") == answer(VARIABLE="1") == [] and len(asked) == number + 2
+    module.write_text("def faults(request):\n    return ['wrong']\n")
+    assert (
+        answer() == answer() == ["wrong"] and len(asked) == number + 4
+    )  # only the expected one is remembered
+
+
+def test_a_state_folder_that_cannot_be_written_remembers_nothing(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").write_text("a file")
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
+    with Interpreters() as interpreters:
+        answer = interpreters.ask_unless_unchanged(
+            sys.executable, variables, "questions:is_odd", 3, Expected(True)
+        )
+    assert answer is True
 
 
 @pytest.mark.parametrize(
