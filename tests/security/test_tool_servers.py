@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import struct
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -101,3 +105,48 @@ def test_the_kernel_names_the_user_of_the_other_end() -> None:
 
         assert as_stranger(connect_and_hold) == (True, NOBODY)
         assert peer_uid(("127.0.0.1", port), ("127.0.0.1", 1)) is None, "no socket has this address"
+
+
+def test_a_connection_that_a_stranger_has_closed_is_not_taken_for_one_of_root() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def send_and_close(how: int, *, is_reset: bool = False) -> None:
+            with socket.create_connection(listener.getsockname()) as client:
+                client.sendall(b"POST /mcp HTTP/1.1\r\n\r\n")
+                client.shutdown(how)
+                if is_reset:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        for how, is_reset in ((socket.SHUT_RD, False), (socket.SHUT_RDWR, False), (socket.SHUT_RD, True)):
+            as_stranger(lambda how=how, is_reset=is_reset: send_and_close(how, is_reset=is_reset))
+            accepted, _ = listener.accept()
+            with accepted:
+                assert not is_own_peer(accepted), (how, is_reset)
+
+
+def test_strangers_do_not_keep_an_event_loop_in_accept() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        listener.setblocking(False)
+        script = """
+            import socket, sys
+            from primerl_hpc.envs.serving.own_user import accept_own_user
+            accept_own_user()
+            listener = socket.socket(fileno=0)
+            listener.setblocking(False)
+            for _ in range(int(sys.argv[1])):
+                try:
+                    listener.accept()
+                except BlockingIOError:
+                    print("empty")
+                except ConnectionAbortedError:
+                    print("stranger")
+        """
+
+        def connect() -> None:
+            for _ in range(3):
+                socket.create_connection(listener.getsockname()).close()
+
+        as_stranger(connect)
+        command = [sys.executable, "-c", textwrap.dedent(script), "4"]
+        done = subprocess.run(command, stdin=listener, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [*["stranger"] * 3, "empty"]

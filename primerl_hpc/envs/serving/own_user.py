@@ -4,13 +4,15 @@
 
 Any user of the node can connect to a port of loopback. Tool servers of verifiers 0.4.0 have no secret, and the one of
 the endpoint is on the command line of agents. The kernel knows the user of the socket at the other end (sock_diag, as
-``ss`` shows it); a connection of another user is closed before a byte of it is read.
+``ss`` shows it); a connection of another user is closed before a byte of it is read. So is one whose other end no
+process has open any longer: the kernel reports user 0 for it, which is the user of a run in a rootless container.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import runpy
 import socket
@@ -21,8 +23,8 @@ from typing import Any
 _SOCK_DIAG_BY_FAMILY, _NLMSG_ERROR, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 2, 1, 4
 _HEADER = struct.Struct("=IHHII")
 _ALL_STATES = 0xFFFFFFFF
-_UID_AT = 64
-"""Offset of ``idiag_uid`` in the kernel's ``struct inet_diag_msg``."""
+_OWNER_AT = 64
+"""Offset of ``idiag_uid`` and ``idiag_inode`` in the kernel's ``struct inet_diag_msg``."""
 
 
 def check_users() -> None:
@@ -33,7 +35,11 @@ def check_users() -> None:
 
 
 def accept_own_user() -> None:
-    """Patch sockets of this process: ``accept`` closes connections over loopback of other users."""
+    """Patch sockets of this process: ``accept`` closes connections over loopback of other users.
+
+    On a socket that does not block, it then raises ConnectionAbortedError, after which event loops call it again: they
+    have other work than the connections of a stranger, who may open them without pause.
+    """
     accept = socket.socket.accept
 
     def accept_checked(self: socket.socket) -> tuple[socket.socket, Any]:
@@ -42,6 +48,8 @@ def accept_own_user() -> None:
             if self.family != socket.AF_INET or not address[0].startswith("127.") or is_own_peer(connection):
                 return connection, address
             connection.close()
+            if self.gettimeout() == 0:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "closed a connection of another user")
 
     socket.socket.accept = accept_checked
 
@@ -51,11 +59,18 @@ def is_own_peer(connection: socket.socket) -> bool:
 
     Raises OSError if the kernel cannot tell.
     """
-    return peer_uid(connection.getsockname(), connection.getpeername()) == os.geteuid()
+    try:
+        peer = connection.getpeername()
+    except OSError:  # it was reset
+        return False
+    return peer_uid(connection.getsockname(), peer) == os.geteuid()
 
 
 def peer_uid(own: tuple[str, int], peer: tuple[str, int]) -> int | None:
-    """Return the user of the socket at address ``peer`` that is connected to ``own``; None if it is closed."""
+    """Return the user of the socket at address ``peer`` that is connected to ``own``; None if it is closed.
+
+    Raises OSError if the kernel cannot tell.
+    """
     addresses = struct.pack(
         "!HH4s12x4s12x", peer[1], own[1], socket.inet_aton(peer[0]), socket.inet_aton(own[0])
     )
@@ -67,9 +82,10 @@ def peer_uid(own: tuple[str, int], peer: tuple[str, int]) -> int | None:
         reply = kernel.recv(4096)
     _, kind, *_ = _HEADER.unpack_from(reply)
     if kind != _NLMSG_ERROR:
-        return struct.unpack_from("=I", reply, _HEADER.size + _UID_AT)[0]
+        uid, inode = struct.unpack_from("=II", reply, _HEADER.size + _OWNER_AT)
+        return uid if inode else None
     (code,) = struct.unpack_from("=i", reply, _HEADER.size)
-    if -code == 2:  # ENOENT
+    if -code == errno.ENOENT:
         return None
     raise OSError(-code, os.strerror(-code))
 
