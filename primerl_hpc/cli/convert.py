@@ -32,7 +32,7 @@ def command(model: str, to: Path, as_json: bool) -> None:
     Reads FP8, MXFP4 and compressed-tensors checkpoints. A run with engines trains such a model from the new folder;
     engines can quantize it again while they load it (inference.extra_args: {quantization: fp8_per_tensor}).
     """
-    from primerl_hpc.launch.export.convert import convert_model
+    from primerl_hpc.export.convert import convert_model
 
     shown = 0
 

@@ -56,8 +56,8 @@ def command(
     are verified while copying. A run with lora is exported as an adapter in PEFT format, or as a model with
     --merge.
     """
-    from primerl_hpc.launch.export.export import export_model
-    from primerl_hpc.launch.export.push import check_push, push_folder
+    from primerl_hpc.export.export import export_model
+    from primerl_hpc.export.push import check_push, push_folder
     from primerl_hpc.run.registry import find_run
 
     if public and push is None:

@@ -28,8 +28,8 @@ from primerl_hpc.common.errors import ConfigError, NotFoundError, PrimerlError
 from primerl_hpc.common.interpreters import Interpreters
 from primerl_hpc.common.log import show_warnings
 from primerl_hpc.common.names import MAIN_PHASE, Kind
+from primerl_hpc.export.export import check_target
 from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, PlannedRun, Submission, compose
-from primerl_hpc.launch.export.export import check_target
 from primerl_hpc.launch.planning.forecast import refuse_misfit
 from primerl_hpc.launch.planning.hour_budget import check_new_budget, hours_warning
 from primerl_hpc.offline.bundle.manifest import note_changes

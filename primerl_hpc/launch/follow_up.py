@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
-from primerl_hpc.launch.export.export import is_exported
+from primerl_hpc.export.export import is_exported
 from primerl_hpc.launch.queue import JobsTogether
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.rundir import RunDir

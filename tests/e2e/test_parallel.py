@@ -23,7 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from primerl_hpc.common.names import Role  # noqa: E402
-from primerl_hpc.launch.export.merge import merge_adapter  # noqa: E402
+from primerl_hpc.export.merge import merge_adapter  # noqa: E402
 from primerl_hpc.run.metrics import read_steps  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from tests.e2e.test_trainer import curve, make_run, rl_recipe, send, sft_recipe  # noqa: E402

@@ -23,9 +23,9 @@ from primerl_hpc.common import assets
 from primerl_hpc.common.errors import DataError, ExitCode, OccupiedError
 from primerl_hpc.common.files import listed_file, read_json, write_json, write_text
 from primerl_hpc.common.names import Role
+from primerl_hpc.export.export import export_model
 from primerl_hpc.inference import routes
 from primerl_hpc.inference.server import weight_roots
-from primerl_hpc.launch.export.export import export_model
 from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.recipe.load import load_recipe, parse_recipe
 from primerl_hpc.render.job import render_job

@@ -19,7 +19,7 @@ from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 from tests.support.checksums import verify_checksums
 from tests.support.helpers import ROOT, wait_for
 from tests.support.virtual_slurm import SAY, TOY_RECIPE, TRAIN, SlurmToy, run_cli
-from tests.unit.launch.test_export import write_version
+from tests.unit.export.test_export import write_version
 
 FAILS = TRAIN.replace(
     "if is_last or is_stop:",

@@ -29,12 +29,13 @@ MAY_IMPORT = {
         *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "observe", "tracking", "transport")
     },
     "offline": {"common", "run", "recipe", "cluster", "plan", "render", "transport"},
+    "export": {"common", "run", "recipe", "plan", "transport"},
     "launch": {
-        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "offline", "observe"),
-        *("runtime", "transport", "tracking"),
+        *("common", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "offline", "export"),
+        *("observe", "runtime", "tracking"),
     },
     "cli": set(
-        "common slurm run recipe cluster plan render checks offline launch observe runtime envs tracking".split()
+        "common slurm run recipe cluster plan render checks offline export launch observe runtime envs tracking".split()
     ),
     "runtime": {"common", "slurm", "run", "recipe", "cluster", "plan", "checks", "transport"},
     "roles": {"common", "run", "recipe", "plan", "inference", "orchestrator", "trainer", "transport", "envs"}
@@ -95,7 +96,7 @@ RENDERERS = ("chatml", "literal_renderer")
 
 
 LOGIN_NODE = ("cli", "slurm", "run", "recipe", "cluster", "plan", "render", "checks", "launch", "observe")
-LOGIN_NODE += ("offline", "runtime", "tracking")
+LOGIN_NODE += ("offline", "export", "runtime", "tracking")
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "rich", "submitit", "yaml")
 """Libraries that these folders may import, and that take most of their time."""
 HEAVY = {"torch", "vllm", "transformers", "verifiers", "datasets", "renderers"}
@@ -323,7 +324,7 @@ SUBFOLDERS = {
     "run": {"access": set(), "ledger": set()},
     "plan": {"predict": set(), "simulation": set(), "assess": {"predict", "simulation"}},
     "launch": {
-        **{name: set() for name in ("export", "planning", "storage")},
+        **{name: set() for name in ("planning", "storage")},
         "bench": set(),
         "new_recipe": {"planning"},
         "resume": set(),

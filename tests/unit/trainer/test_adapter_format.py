@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
-from primerl_hpc.launch.export.merge import merge_adapter  # noqa: E402
+from primerl_hpc.export.merge import merge_adapter  # noqa: E402
 from primerl_hpc.recipe.schema.training import LoRA  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.trainer.model.families import decoder_blocks  # noqa: E402

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError, DataError  # noqa: E402
-from primerl_hpc.launch.export.convert import convert_model  # noqa: E402
+from primerl_hpc.export.convert import convert_model  # noqa: E402
 from primerl_hpc.trainer.model import load  # noqa: E402
 from primerl_hpc.trainer.model.load import copy_part, load_weights  # noqa: E402
 from primerl_hpc.trainer.model.policy import build_policy  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from primerl_hpc.common.errors import ConfigError, DataError, ExitCode, NotFoundError, OccupiedError
 from primerl_hpc.common.names import Role
-from primerl_hpc.launch.export.export import export_model
+from primerl_hpc.export.export import export_model
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter
 from tests.support.checksums import verify_checksums

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError, DataError, ExitCode  # noqa: E402
 from primerl_hpc.common.names import Role  # noqa: E402
-from primerl_hpc.launch.export.export import export_model  # noqa: E402
+from primerl_hpc.export.export import export_model  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.weights.filesystem import (  # noqa: E402
     ADAPTER_CONFIG,
@@ -23,7 +23,7 @@ from primerl_hpc.transport.weights.filesystem import (  # noqa: E402
 from tests.support.checksums import verify_checksums  # noqa: E402
 from tests.support.helpers import make_plan, process_plan  # noqa: E402
 from tests.unit.cli.test_cli import primerl  # noqa: E402
-from tests.unit.launch.test_export import RECIPE, leftovers, write_version  # noqa: E402
+from tests.unit.export.test_export import RECIPE, leftovers, write_version  # noqa: E402
 
 A, B = torch.randn(2, 6), torch.randn(4, 2)
 

@@ -21,8 +21,8 @@ from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, Occ
 from primerl_hpc.common.files import crc32_of_file, fsync_dir, listed_file
 from primerl_hpc.common.model_files import shards_of_index
 from primerl_hpc.common.names import MAIN_PHASE, Kind
-from primerl_hpc.launch.export.merge import is_adapter, merge_adapter
-from primerl_hpc.launch.export.prediction_layers import add_tensors, prediction_tensors
+from primerl_hpc.export.merge import is_adapter, merge_adapter
+from primerl_hpc.export.prediction_layers import add_tensors, prediction_tensors
 from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.leases import HeldLease, lease_path
 from primerl_hpc.run.rundir import RunDir

@@ -18,7 +18,7 @@ from primerl_hpc.checks.recipe.model_config import load_config, refuse_untrainab
 from primerl_hpc.cli.main import cli  # noqa: E402
 from primerl_hpc.common.errors import ConfigError, ExitCode, NotFoundError, OccupiedError  # noqa: E402
 from primerl_hpc.common.model_files import INDEX  # noqa: E402
-from primerl_hpc.launch.export.convert import convert_model  # noqa: E402
+from primerl_hpc.export.convert import convert_model  # noqa: E402
 from tests.support.helpers import small_rl, small_sft  # noqa: E402
 from tests.support.quantized_models import store_fp8  # noqa: E402
 from tests.support.tiny_models import make_family  # noqa: E402

@@ -21,7 +21,7 @@ from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.files import fsync_dir, read_json, write_json
 from primerl_hpc.common.model_files import INDEX, weight_files
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.launch.export.export import check_target
+from primerl_hpc.export.export import check_target
 from primerl_hpc.transport.base_models.quantized import (
     StoredTensors,
     check_readable,

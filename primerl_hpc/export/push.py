@@ -12,7 +12,7 @@ from pathlib import Path
 
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.safety.error_text import describe_error
-from primerl_hpc.launch.export.export import Exported
+from primerl_hpc.export.export import Exported
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.transport.weights.filesystem import MANIFEST
 

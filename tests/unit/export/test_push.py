@@ -13,7 +13,7 @@ from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.transport.weights.filesystem import MANIFEST
 from tests.support.upload_hub import UploadHub, serve_uploads
 from tests.unit.cli.test_cli import primerl
-from tests.unit.launch.test_export import run  # noqa: F401
+from tests.unit.export.test_export import run  # noqa: F401
 
 TOKEN = "hf_" + "0" * 34
 
