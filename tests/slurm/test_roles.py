@@ -76,7 +76,7 @@ def test_killed_requested_late_servers_and_a_killed_srun_are_restarted(toy: Slur
     toy.add(Role.TEACHER, SERVE, OnExit.RESTART, nodes=(1,))
     toy.add(Role.ROUTER, SERVE, OnExit.RESTART, nodes=(0,))
     late = SAY + "time.sleep(900 if os.environ['PRIMERL_INCARNATION'] == '0' else 0)\n" + SERVE
-    toy.add(Role.ENV_SERVER, late, OnExit.RESTART, nodes=(0,), ready_timeout_s=60)
+    toy.add(Role.ENV_SERVER, late, OnExit.RESTART, nodes=(0,), ready_timeout_s=30)
     toy.add(Role.TRAINER, TRAIN, OnExit.ENDS_PHASE, nodes=(1,))
     toy.submit()
     toy.wait_until_ready("inference-0", "teacher-0", "router-0")

@@ -287,10 +287,16 @@ def manifest_files(folder: Path) -> list[dict[str, Any]]:
 
 
 def manifest_fault(folder: Path) -> str:
-    """Return how ``folder`` differs from its manifest; empty if it does not. Raises DataError as `manifest_files`."""
+    """Return how ``folder`` differs from its manifest; empty if it does not.
+
+    Raises DataError as `manifest_files`, and for a name with a folder.
+    """
     if not is_there(folder / MANIFEST):
         return f"{MANIFEST} is missing"
-    return files_fault(folder, manifest_files(folder), "its manifest")
+    entries = manifest_files(folder)
+    for entry in entries:
+        listed_file(folder, entry["name"])  # its error is final: `files_fault` describes what a lag explains
+    return files_fault(folder, entries, "its manifest")
 
 
 def files_fault(folder: Path, entries: list[dict[str, Any]], list_name: str) -> str:
