@@ -82,7 +82,7 @@ def take_exclusive(path: Path, stale_s: float) -> bool:
 def _remove(path: Path, stale_s: float) -> bool:
     """Remove a stale file; False if another process has replaced it meanwhile, whose file is kept.
 
-    A file is renamed before it is looked at again: only one process can do that.
+    A file is renamed before it is checked again: only one process can do that.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.stale")
     try:
