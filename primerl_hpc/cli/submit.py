@@ -37,7 +37,7 @@ from primerl_hpc.observe.text import display_path
 if TYPE_CHECKING:
     from primerl_hpc.cluster.load import LoadedProfile
     from primerl_hpc.common.errors import PrimerlError
-    from primerl_hpc.launch.compose import ChainRequest
+    from primerl_hpc.launch.compose import ChainRequest, Submission
     from primerl_hpc.plan.plan import Plan
     from primerl_hpc.recipe.load import LoadedRecipe
 
@@ -113,7 +113,7 @@ def command(
     check_judges(loaded.recipe)
     if how.dry_run:
         return _dry_run(loaded, profile, chain, how)
-    make_room = (lambda root: _make_room(root, how)) if how.overwrite else None
+    make_room = (lambda submission: _make_room(submission, how)) if how.overwrite else None
     submitted = submit_run(loaded, profile, how.run_dir, chain, is_live=how.is_live, make_room=make_room)
     _note_withheld(submitted.plan)
     root, jobs = submitted.run.root, submitted.links or (submitted.job_id,)
@@ -131,20 +131,20 @@ def command(
     return 0
 
 
-def _make_room(root: Path, how: SubmitOptions) -> None:
-    """Delete the earlier run at ``root`` if the user agrees. Raises OccupiedError, or click.Abort if not."""
-    from primerl_hpc.launch.storage.overwrite import delete_run, find_earlier
+def _make_room(submission: Submission, how: SubmitOptions) -> None:
+    """Delete the runs that this one replaces if the user agrees. Raises OccupiedError, or click.Abort if not."""
+    from primerl_hpc.launch.storage.overwrite import delete_run, find_replaced
     from primerl_hpc.launch.storage.usage import format_bytes
 
-    earlier = find_earlier(root)
-    if earlier is None:
-        return
-    amount = earlier.amount
-    size = f"{amount.num_files:,} files, {format_bytes(amount.size_bytes)}"
-    click.echo(f"{display_path(root)}: an earlier run, {size}", err=True)
-    if not how.yes and not confirm("delete it?"):
+    replaced = find_replaced(submission)
+    for earlier in replaced:
+        amount = earlier.amount
+        size = f"{amount.num_files:,} files, {format_bytes(amount.size_bytes)}"
+        click.echo(f"{display_path(earlier.run.root)}: an earlier run, {size}", err=True)
+    if replaced and not how.yes and not confirm("delete it?" if len(replaced) == 1 else "delete them?"):
         raise click.Abort
-    delete_run(earlier)
+    for earlier in replaced:
+        delete_run(earlier)
 
 
 def _note_withheld(plan: Plan) -> None:

@@ -74,10 +74,29 @@ def take_exclusive(path: Path, stale_s: float) -> bool:
 
     if create_exclusive(path, str(os.getpid())):
         return True
-    if not is_stale(path, stale_s):
+    if path.exists() and not (is_stale(path, stale_s) and _remove(path, stale_s)):
         return False
-    path.unlink(missing_ok=True)
     return create_exclusive(path, str(os.getpid()))
+
+
+def _remove(path: Path, stale_s: float) -> bool:
+    """Remove a stale file; False if another process has replaced it meanwhile, whose file is kept.
+
+    A file is renamed before it is checked again: only one process can do that.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.stale")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return True
+    try:
+        if is_stale(aside, stale_s):
+            return True
+        with contextlib.suppress(OSError):
+            os.link(aside, path)
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def filesystem_of(path: Path, mounts: str = "/proc/self/mounts") -> str:

@@ -76,8 +76,13 @@ class Visitors:
         A visitor that sent too much or ``is_surplus`` is disconnected; libzmq notices and closes the descriptor.
         """
         try:
-            connection = socket.socket(fileno=os.dup(number))
+            duplicate = os.dup(number)
         except OSError:
+            return False
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:  # the number of a file or pipe
+            os.close(duplicate)
             return False
         with connection, contextlib.suppress(OSError):
             # libzmq closed the connection, and the number is that of another file

@@ -37,6 +37,7 @@ from primerl_hpc.common.errors import OccupiedError, PrimerlError, SchedulerErro
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.log import notice
 from primerl_hpc.common.passed import PassedVariables
+from primerl_hpc.run.access.ownership import writable_by_others
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm import sbatch
 from primerl_hpc.slurm.command_lines import cancel_command, release_command
@@ -245,7 +246,7 @@ def environ_here(passed: PassedVariables) -> dict[str, str]:
     }
     if (folder := environ.get("TMPDIR")) is not None and not _is_usable(Path(folder)):
         notice(
-            f"warning: the run does not use TMPDIR={folder}: it is no folder that only you, or owners, can change"
+            f"warning: the run does not use TMPDIR={folder}: you cannot write it, or others can replace files in it"
         )
         del environ["TMPDIR"]
     return environ
@@ -255,9 +256,9 @@ def _is_usable(folder: Path) -> bool:
     """True for a folder that this user can write, and in which others cannot replace files."""
     try:
         found = folder.stat()
+        is_safe = found.st_uid in (os.geteuid(), 0) and writable_by_others(folder) is None
     except OSError:
         return False
-    is_safe = found.st_uid == os.geteuid() or bool(found.st_mode & stat.S_ISVTX)
     return stat.S_ISDIR(found.st_mode) and is_safe and os.access(folder, os.W_OK | os.X_OK)
 
 

@@ -89,12 +89,12 @@ def prepare_run(
     chain: ChainRequest = ONE_JOB,
     *,
     is_live: bool = False,
-    make_room: Callable[[Path], None] | None = None,
+    make_room: Callable[[Submission], None] | None = None,
 ) -> tuple[RunDir, Plan]:
     """Create a run directory that is ready for ``sbatch launch/job.sbatch``. Everything is checked first.
 
     ``is_live``: the run executes this installation or checkout, not a copy in the run directory. ``make_room`` is
-    called with the run directory after all checks: it may delete an earlier run there.
+    called after all checks: it may delete an earlier run in the same directory.
     """
     existed = _exists(run_dir)
     run = None
@@ -102,7 +102,7 @@ def prepare_run(
         root = _next_root(loaded.recipe.name, profile, run_dir)
         submission = check_run(loaded, profile, chain, root, is_live=is_live)
         if make_room is not None:
-            make_room(root)
+            make_room(submission)
         run = claim_new_run_dir(root, profile) if run_dir is None else claim_run_dir(root, profile)
     try:
         write(submission, run)
@@ -120,7 +120,7 @@ def submit_run(
     chain: ChainRequest = ONE_JOB,
     *,
     is_live: bool = False,
-    make_room: Callable[[Path], None] | None = None,
+    make_room: Callable[[Submission], None] | None = None,
 ) -> Submitted:
     """Prepare and submit a run. A refused submission leaves no run directory behind; an unanswered one keeps it.
 
@@ -159,14 +159,20 @@ def _next_root(name: str, profile: LoadedProfile, requested: Path | None) -> Pat
 
 def claim_run_dir(root: Path, profile: LoadedProfile) -> RunDir:
     """Create the directory, or take an empty one. Raises OccupiedError if it is not empty."""
+    occupied = OccupiedError(
+        "the run directory is not empty",
+        location=str(root),
+        hint=f"choose another --run-dir, or continue its run: primerl-hpc resume {shlex.quote(str(root))}",
+    )
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise OccupiedError(
-            "the run directory is not empty",
-            location=str(root),
-            hint=f"choose another --run-dir, or continue its run: primerl-hpc resume {shlex.quote(str(root))}",
-        )
+        raise occupied
     make_private(root, profile.profile.run_dir_bits)
-    return RunDir(root)
+    run = RunDir(root)
+    try:
+        run.launch.mkdir(mode=PRIVATE)  # which one of two submissions at once can do
+    except FileExistsError:
+        raise occupied from None
+    return run
 
 
 def claim_new_run_dir(root: Path, profile: LoadedProfile) -> RunDir | None:

@@ -77,13 +77,14 @@ def test_a_run_directory_is_private_below_a_setgid_folder_with_an_open_umask(pre
     check_own(prepared)
 
 
-@pytest.mark.parametrize("what", ["root", "plan", "launch", "script"])
+@pytest.mark.parametrize("what", ["root", "plan", "launch", "script", "setup"])
 def test_files_that_another_user_can_write_are_not_executed(prepared: RunDir, what: str) -> None:
     path = {
         "root": prepared.root,
         "plan": prepared.plan,
         "launch": prepared.launch,
         "script": prepared.launch / "job.sbatch",
+        "setup": prepared.launch / "setup.sh",
     }[what]
     path.chmod(path.stat().st_mode | 0o020)
     with pytest.raises(OccupiedError, match="is writable by other users"):

@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+import zmq
 
 torch = pytest.importorskip("torch")
 
 from primerl_hpc.common.waiting import wait_until  # noqa: E402
+from primerl_hpc.envs.visitors import Visitors  # noqa: E402
 from primerl_hpc.run.access.admission import SPARE  # noqa: E402
 from primerl_hpc.run.access.keys import run_keys  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
@@ -223,3 +225,16 @@ def collect_garbage() -> Iterator[None]:
     """Sockets of earlier tests that are garbage count as descriptors of this process."""
     gc.collect()
     yield
+
+
+def test_the_number_of_a_closed_connection_that_is_now_that_of_a_pipe_costs_no_descriptor() -> None:
+    """A copy of a pipe's end that stays open would keep its reader waiting."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as monitor:
+        visitors = Visitors(monitor, port=1, limit=1)
+        reading, writing = os.pipe()
+        visitors._enter(writing)
+        visitors._enter(reading)  # above the limit: the oldest is checked
+        os.close(writing)
+        os.set_blocking(reading, False)
+        assert os.read(reading, 1) == b"", "no other writing end is open"
+        os.close(reading)

@@ -23,8 +23,9 @@ from primerl_hpc.common.document import load_yaml
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.files import append_json, write_json, write_text
 from primerl_hpc.common.names import Role, process_name
+from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.common.safety.secret_values import MASK, has_secret_form, is_secret, mask, mask_data
-from primerl_hpc.launch.queue import start_here, submit_script
+from primerl_hpc.launch.queue import environ_here, start_here, submit_script
 from primerl_hpc.launch.submit import prepare_run
 from primerl_hpc.plan.plan import OnExit, load_plan
 from primerl_hpc.plan.planner import compile_plan
@@ -45,6 +46,7 @@ from tests.support.helpers import (
     wait_for,
 )
 from tests.support.prime_server import KEY, serve_prime
+from tests.support.stranger import NOBODY
 from tests.support.wandb_server import API_KEY, serve_wandb
 
 TINY = str(ROOT / "recipes" / "reverse_text" / "tiny.yaml")
@@ -404,6 +406,30 @@ def test_a_run_on_this_machine_gets_listed_variables_and_no_secret_of_the_shell(
     assert {name: environment[name] for name in GIVEN} == GIVEN
     assert "TMPDIR" not in environment
     assert environment["PATH"] == os.environ["PATH"] and environment["SLURM_JOB_ID"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_own", "is_used"),
+    [
+        (0o700, True, True),
+        (0o755, True, True),
+        (0o777, True, False),
+        (0o1777, True, True),
+        (0o1777, False, False),
+    ],
+)
+def test_a_run_on_this_machine_uses_no_tmpdir_in_which_others_can_replace_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_own: bool, is_used: bool
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(mode)
+    if not is_own:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, NOBODY, NOBODY)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert ("TMPDIR" in environ_here(PassedVariables())) == is_used
 
 
 def test_a_dry_run_counts_variables_that_do_not_reach_the_run_and_names_secrets(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,32 @@ def test_the_file_of_a_killed_process_is_replaced_when_it_is_stale(tmp_path: Pat
     os.utime(path, (0, 0))
     assert is_stale(path, 60) and take_exclusive(path, 60) and not is_stale(path, 60)
     assert is_stale(tmp_path / "missing", 60)
+
+
+OVERTAKEN = """
+import os, sys
+from pathlib import Path
+from primerl_hpc.common.locks import take_exclusive
+
+path, others = Path(sys.argv[1]), []
+
+def overtake(event, arguments):
+    if event in ("os.remove", "os.rename") and str(arguments[0]) == str(path) and not others:
+        others.append(None)
+        others[0] = take_exclusive(path, 60)
+
+sys.addaudithook(overtake)
+print(take_exclusive(path, 60), *others)
+"""
+
+
+def test_one_of_two_processes_that_find_a_stale_file_takes_it(tmp_path: Path) -> None:
+    """The second one does everything between the moment when the first has found it stale and its removal."""
+    path = tmp_path / "lock"
+    path.write_text("")
+    os.utime(path, (0, 0))
+    command = [sys.executable, "-c", OVERTAKEN, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+    assert not take_exclusive(path, 60), "the file of the process that has it is there"

@@ -18,12 +18,13 @@ from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.common.errors import DataError, ExitCode, OccupiedError
 from primerl_hpc.common.files import read_json, write_json, write_text
 from primerl_hpc.common.names import Kind, Role
+from primerl_hpc.launch.checklist import check_run
 from primerl_hpc.launch.resume.rewind import rewind
 from primerl_hpc.launch.storage.archive import archive_run, verify
-from primerl_hpc.launch.storage.overwrite import find_earlier
+from primerl_hpc.launch.storage.overwrite import delete_run, find_earlier, find_replaced
 from primerl_hpc.launch.storage.prune import PrunePolicy, choose, delete
 from primerl_hpc.launch.storage.usage import measure_run
-from primerl_hpc.launch.submit import clear_run_dir, prepare_run
+from primerl_hpc.launch.submit import claim_run_dir, clear_run_dir, prepare_run
 from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import load_recipe
@@ -32,7 +33,7 @@ from primerl_hpc.run.access.ownership import check_own
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
-from tests.support.helpers import ROOT, unusable_sft_recipe, wait_for
+from tests.support.helpers import ROOT, make_tiny_model, unusable_sft_recipe, wait_for
 from tests.unit.runtime.test_supervisor import UNTIL_STOPPED, Toy, toy  # noqa: F401 (a fixture)
 from tests.unit.transport.test_weights_delta import write_full, write_link
 
@@ -282,3 +283,59 @@ def test_overwrite_refuses_what_is_no_run_directory(tmp_path: Path, kind: str, r
     assert root.exists()
     (tmp_path / "empty").mkdir()
     assert find_earlier(tmp_path / "empty") is None and find_earlier(tmp_path / "absent") is None
+
+
+def test_overwrite_deletes_nothing_that_the_new_run_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+    run, recipe = RunDir(tmp_path / "runs" / "one"), unusable_sft_recipe(tmp_path)
+    words = ("submit", recipe, "-p", "local", "--run-dir", str(run.root))
+    assert command(*words, "--dry-run").exit_code == 0
+    write_text(run.checkpoint_side(2, "trainer") / "state.json", "{}")
+    write_text(run.checkpoint(2) / COMPLETE, "")
+    shutil.copytree(tmp_path / "model", run.weights_step(2))
+    rows = shutil.copy(tmp_path / "rows.jsonl", run.root)
+    link = tmp_path / "link"
+    link.symlink_to(run.root)
+    files = {path: path.stat().st_mtime_ns for path in sorted(run.root.rglob("*"))}
+    for change in (
+        f"checkpoint.fork.run={run.root}",
+        f"model.name={run.weights_step(2)}",
+        f"model.name={link / 'weights' / 'step_2'}",
+        f"sft.data.path={rows}",
+    ):
+        refused = command(*words, "--overwrite", "--yes", "--set", change)
+        assert isinstance(refused.exception, OccupiedError), change
+        assert "the new run reads it" in str(refused.exception)
+    assert {path: path.stat().st_mtime_ns for path in sorted(run.root.rglob("*"))} == files
+
+
+def test_overwrite_replaces_the_evaluation_of_the_earlier_run_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
+    loaded = load_recipe("reverse_text/sft_then_evaluate")
+    profile, root = load_profile("local"), tmp_path / "runs" / "one"
+    run, _ = prepare_run(loaded, profile, root)
+    planned = check_run(loaded, profile, root=root)
+    write_text(run.weights_step(1) / "file", "x")
+    with pytest.raises(OccupiedError, match="is not the evaluation of"):
+        find_replaced(planned)
+    assert (run.weights_step(1) / "file").exists()
+    write_json(run.evaluation.job, {"parent": str(run.root)})
+    replaced = find_replaced(planned)
+    assert [earlier.run.root for earlier in replaced] == [run.root, run.evaluation.root]
+    for earlier in replaced:
+        delete_run(earlier)
+    assert prepare_run(loaded, profile, root)[0].root == root
+
+
+def test_one_of_two_submissions_at_once_gets_an_empty_directory(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    claim_run_dir(root, load_profile("local"))
+    with pytest.raises(OccupiedError, match="not empty"):
+        claim_run_dir(root, load_profile("local"))
