@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,9 +16,6 @@ from primerl_hpc.cli.options import (
 )
 from primerl_hpc.cli.values import RECIPE
 from primerl_hpc.common.errors import ExitCode
-
-if TYPE_CHECKING:
-    from primerl_hpc.common.findings import Finding
 
 EPILOG = make_epilog(
     "doctor --profile h100x64",
@@ -78,6 +73,7 @@ def command(
     from primerl_hpc.launch.doctor.cluster import examine
     from primerl_hpc.launch.doctor.machine import examine_machine
     from primerl_hpc.launch.doctor.nodes import examine_nodes
+    from primerl_hpc.launch.prefetch.packages import examine_packages
 
     if model is not None:
         refuse_options(_OF_PROFILES, "checks a profile, and --mismatch measures on this machine")
@@ -89,7 +85,7 @@ def command(
     profile = load_chosen_profile(profile_name or env.default_profile() or "local").profile
     findings = []
     node_findings = examine_nodes(profile, nodes, has_bandwidth=has_bandwidth) if nodes else ()
-    packages = _examine_packages(recipe, profile) if recipe is not None else ()
+    packages = examine_packages(recipe, profile) if recipe is not None else ()
     for finding in itertools.chain(examine(profile), examine_machine(profile), packages, node_findings):
         findings.append(finding)
         if not as_json:
@@ -123,18 +119,3 @@ def _measure_mismatch(model: str, dtypes: tuple[str, ...], as_json: bool) -> int
             hint = "compare another type, and see docs/models.md for the family"
             click.echo(f"     {'':<23} above {LIMIT}, the two compute different distributions; {hint}")
     return ExitCode.DONE if all(map(is_close, found.rows)) else ExitCode.CONFIG
-
-
-def _examine_packages(recipe: str, profile: Any) -> Iterator[Finding]:
-    """Yield a result for the package of each environment of the recipe."""
-    from primerl_hpc.common.findings import Finding
-    from primerl_hpc.launch.prefetch.needs import NeedKind, needs_of
-    from primerl_hpc.launch.prefetch.packages import look_for_package
-    from primerl_hpc.recipe.load import load_recipe
-
-    for need in needs_of(load_recipe(recipe).recipe, profile):
-        if need.kind == NeedKind.PACKAGE:
-            found = look_for_package(need)
-            is_ok = found.state.value != "missing"
-            hint = f"install it: primerl-hpc prefetch {recipe} -p {profile.name}"
-            yield Finding.judged("environment package", is_ok, f"{need.name}: {found.detail}", hint)

@@ -5,14 +5,17 @@ Both looking and installing call `primerl_hpc.envs.hub` in the interpreter, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common.errors import PrimerlError
+from primerl_hpc.common.findings import Finding
 from primerl_hpc.common.interpreters import InterpreterError, ask
 from primerl_hpc.launch.hub_cache import cache_folder, datasets_folder
 from primerl_hpc.launch.prefetch.inventory import Found, Presence
-from primerl_hpc.launch.prefetch.needs import OFFLINE_VARIABLES, Need, NeedKind
+from primerl_hpc.launch.prefetch.needs import OFFLINE_VARIABLES, Need, NeedKind, needs_of
+from primerl_hpc.recipe.load import load_recipe
 
 TIMEOUT_S = 1800.0
 RECORDED = ("package", "version", "url", "sha256")
@@ -75,3 +78,13 @@ def package_records(needs: Iterable[Need]) -> list[dict[str, Any]]:
             record = {"python": need.python, **{key: found.get(key) for key in RECORDED}}
             records += [record] if record not in records else []
     return records
+
+
+def examine_packages(recipe: str, profile: Profile) -> Iterator[Finding]:
+    """Yield a result for the package of each environment of the recipe."""
+    for need in needs_of(load_recipe(recipe).recipe, profile):
+        if need.kind == NeedKind.PACKAGE:
+            found = look_for_package(need)
+            is_ok = found.state.value != "missing"
+            hint = f"install it: primerl-hpc prefetch {recipe} -p {profile.name}"
+            yield Finding.judged("environment package", is_ok, f"{need.name}: {found.detail}", hint)
