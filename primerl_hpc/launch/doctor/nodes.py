@@ -40,7 +40,9 @@ from primerl_hpc.slurm.sbatch import directives_of
 QUEUE_S = 300
 """How long to wait for busy nodes."""
 MINUTES = 5
-SUMS_HINT = "the trainer's interpreter must have torch (software.roles.trainer); raise preflight.sums_timeout_s if slow"
+SUMS_HINT = (
+    "the trainer's interpreter must have torch (software.roles.trainer); raise preflight.timeout_s if slow"
+)
 _NOT_FOR_SRUN = frozenset(
     (
         "job-name",
