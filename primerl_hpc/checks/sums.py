@@ -27,7 +27,7 @@ WRONG_HINT = (
 )
 UNKNOWN_HINT = (
     "the trainer's interpreter must have torch (software.roles.trainer); "
-    "raise preflight.sums_timeout_s if it is slow"
+    "raise preflight.timeout_s if it is slow"
 )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
 
 import click
 
-from primerl_hpc.cli.options import json_option, make_epilog, print_json
+from primerl_hpc.cli.options import json_option, make_epilog, parse_arguments, print_json
 from primerl_hpc.common.errors import ExitCode
 
 CODES = (ExitCode.DATA, ExitCode.NOT_FOUND, ExitCode.CONFIG)
@@ -76,7 +75,7 @@ def check(
         shadowed = shadowed_packages(target) if target is not None else []
         try:
             report = check_environment(
-                Environment(id=environment_id, args=_arguments(args)),
+                Environment(id=environment_id, args=parse_arguments(args, "--arg")),
                 url=url,
                 model=model,
                 key_variable=key_variable,
@@ -162,16 +161,3 @@ def install(
         click.echo(f"in a recipe:  id: {pin.package.name}, package: {pin.package}")
     option = f" --target {shlex.quote(target)}" if target else ""
     click.echo(f"try it with: primerl-hpc env check {shlex.quote(installed.name)}{option}")
-
-
-def _arguments(words: tuple[str, ...]) -> dict[str, Any]:
-    """Parse ``turns=2`` to {"turns": 2}; values are YAML. Raises UsageError."""
-    from primerl_hpc.common.document import parse_value
-
-    found = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise click.UsageError(f"--arg {word} does not have the form KEY=VALUE")
-        found[key] = parse_value(value)
-    return found

@@ -11,7 +11,7 @@ import click
 from primerl_hpc.cli.options import (
     FOLLOWED_CODES,
     SUBMIT_CODES,
-    check_custom_code,
+    check_environments,
     dry_run_option,
     follow_option,
     for_recipe,
@@ -64,6 +64,7 @@ class StepsType(click.ParamType):
     "environments",
     multiple=True,
     metavar="NAME[,NAME]",
+    callback=lambda _context, _option, words: tuple(name for word in words for name in word.split(",")),
     help="Evaluate on these environments of the recipe, or by id; repeatable.",
 )
 @click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Generate K rollouts per task.")
@@ -85,6 +86,7 @@ class StepsType(click.ParamType):
 )
 @click.option(
     "--weights-dir",
+    "weights",
     type=click.Path(path_type=Path),
     help="Evaluate the versions in this folder of step_N. [default: weights of RUN]",
 )
@@ -94,14 +96,26 @@ class StepsType(click.ParamType):
 @click.option(
     "--every", type=click.IntRange(min=1), metavar="N", help="Evaluate every Nth step and the last one."
 )
-@click.option("--no-eval-base", is_flag=True, help="Do not evaluate the base model.")
+@click.option(
+    *("--no-eval-base", "base"),
+    is_flag=True,
+    flag_value=False,
+    default=None,
+    help="Do not evaluate the base model.",
+)
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
     metavar="N",
     help="Start N engines. [default: the recipe's layout]",
 )
-@click.option("--watch", is_flag=True, help="Continue with new weights until the run that writes them ends.")
+@click.option(
+    "--watch",
+    is_flag=True,
+    flag_value=True,
+    default=None,
+    help="Continue with new weights until the run that writes them ends.",
+)
 @run_dir_option("Write results to this directory. [default: <RUN>-evaluation, or runs/<name>-<n>]")
 @dry_run_option
 @live_code_option
@@ -112,48 +126,25 @@ def command(
     target: str,
     profile_name: str | None,
     overrides: tuple[str, ...],
-    environments: tuple[str, ...],
-    samples: int | None,
-    num_tasks: int | None,
-    model: str | None,
-    base_url: str | None,
-    key_variable: str | None,
-    weights_dir: Path | None,
-    steps: Literal["all"] | tuple[int, ...] | None,
-    every: int | None,
-    no_eval_base: bool,
-    replicas: int | None,
-    watch: bool,
     run_dir: Path | None,
     dry_run: bool,
     is_live: bool,
     follow: bool,
     as_json: bool,
+    **settings: Any,
 ) -> int:
     """Evaluate a recipe's model, a model behind a URL, or the weights of a run on environments.
 
     One set of engines loads the policy versions one after another. Repeated in the same directory, the command runs
     only the evaluations that are missing. Only requests to --base-url leave the machine.
     """
-    from primerl_hpc.launch.evaluate import EvalRequest, find_source
+    from primerl_hpc.launch.evaluate import EvalRequest, find_source, load_evaluation
 
     source = find_source(target)
-    request = EvalRequest(
-        environments=tuple(name for names in environments for name in names.split(",")),
-        samples=samples,
-        num_tasks=num_tasks,
-        model=model,
-        base_url=base_url,
-        key_variable=key_variable,
-        weights=weights_dir,
-        steps=steps,
-        every=every,
-        base=False if no_eval_base else None,
-        watch=watch or None,
-        replicas=replicas,
-    )
-    request, default_dir = _choose_default_dir(source, request, run_dir)
-    loaded = _load_checked(source, request, overrides)
+    request, default_dir = _choose_default_dir(source, EvalRequest(**settings), run_dir)
+    loaded = load_evaluation(source, request, overrides)
+    show_warnings(loaded.warnings)
+    check_environments(loaded.recipe)
     profile = for_recipe(_profile(source, profile_name), loaded)
     if dry_run:
         return _dry_run(loaded, profile, run_dir, default_dir, is_live=is_live, as_json=as_json)
@@ -177,20 +168,6 @@ def _choose_default_dir(source: Any, request: Any, run_dir: Path | None) -> tupl
         finished = source.evaluation.root.name
         click.echo(f"{finished} is finished and stays unchanged; {names}: {place.root}", err=True)
     return request, place.root
-
-
-def _load_checked(source: Any, request: Any, overrides: tuple[str, ...]) -> Any:
-    """Return the recipe of the evaluation, after the checks of its code, tools and judges."""
-    from primerl_hpc.envs.judges import check_judges
-    from primerl_hpc.envs.tools import check_tools
-    from primerl_hpc.launch.evaluate import load_evaluation
-
-    loaded = load_evaluation(source, request, overrides)
-    show_warnings(loaded.warnings)
-    check_custom_code(loaded.recipe)
-    check_tools(loaded.recipe)
-    check_judges(loaded.recipe)
-    return loaded
 
 
 def _submit(

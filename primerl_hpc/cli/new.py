@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from primerl_hpc.cli.options import json_option, load_chosen_profile, make_epilog, print_json, profile_option
+from primerl_hpc.cli.options import (
+    json_option,
+    load_chosen_profile,
+    make_epilog,
+    parse_arguments,
+    print_json,
+    profile_option,
+)
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ExitCode, PrimerlError
 
@@ -121,22 +128,9 @@ def _request(answers: dict[str, Any]) -> RecipeRequest:
         kind=kind,
         model=answers["model"],
         profile=load_chosen_profile(str(_profile_name(answers))),
-        environment_args=_environment_args(answers["environment_args"]),
+        environment_args=parse_arguments(answers["environment_args"], "--env-arg"),
         **{name: answers[name] for name in more},
     )
-
-
-def _environment_args(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments of ``KEY=VALUE`` texts, whose values are YAML."""
-    from primerl_hpc.common.document import from_override
-
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, separator, value = text.partition("=")
-        if not separator or not key.isidentifier():
-            raise click.BadParameter(f"{text!r} does not have the form KEY=VALUE", param_hint="--env-arg")
-        found |= from_override(key, value, "--env-arg").values
-    return found
 
 
 # -- questions -------------------------------------------------------------------------------------
@@ -214,10 +208,11 @@ def _check_by_planning(draft: Draft, as_json: bool) -> list[str]:
 
     What is only missing on this machine, such as the weights, is a warning.
     """
-    from primerl_hpc.cli.plan import preview_with_warnings, show_forecast, show_plan
+    from primerl_hpc.cli.plan import show_forecast, show_plan
     from primerl_hpc.launch.planning.forecast import refuse_misfit
+    from primerl_hpc.launch.preview import preview
 
-    plan, forecast, warnings = preview_with_warnings(draft.loaded, draft.request.profile)
+    plan, forecast, warnings = preview(draft.loaded, draft.request.profile)
     refuse_misfit(forecast)
     if not as_json:
         show_plan(plan)

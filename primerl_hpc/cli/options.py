@@ -16,9 +16,6 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, ExitCode
 from primerl_hpc.common.log import show_warnings
 
-_CHANGES = "primerl_hpc.profile_overrides"
-_VARIANT = "primerl_hpc.profile_variant"
-_REFUSES_CODE = "primerl_hpc.no_custom_code"
 _JOB_OPTIONS = ("partition", "account", "qos", "time", "reservation")
 """Keys of ``scheduler`` that often differ between runs; each has its own flag, named as in sbatch."""
 EXIT_MEANINGS = {
@@ -63,66 +60,46 @@ def make_epilog(*examples: str, codes: tuple[ExitCode, ...] = (), more: str = ""
     return "\n".join([*lines, f"Exit codes: {meanings}.{f' {more}' if more else ''}"])
 
 
-def _note_change(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Collect a change such as ``scheduler.time=60`` for `job_changes`; the flags override ``--profile-set``."""
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Keep the value of an option that functions of this module read, so that no command passes it on."""
     if value == "":
         raise click.BadParameter("must not be empty")
-    if not value:
-        return
-    changes = ctx.meta.setdefault(_CHANGES, [])
-    if param.name == "profile_set":
-        changes[:0] = value
-    elif param.name == "allow_shared_parent":
-        changes.append("allow_shared_parent=true")
-    else:
-        changes.append(f"scheduler.{param.name}={value}")
+    ctx.meta[f"{__name__}.{param.name}"] = value
+
+
+def _remembered(name: str) -> Any:
+    return click.get_current_context().meta.get(f"{__name__}.{name}")
+
+
+def _own_option(*words: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return an option whose value is `_remembered`."""
+    return click.option(*words, callback=_remember, expose_value=False, **settings)
 
 
 def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--profile-set k=v`` and flags of common keys such as ``--time``; `job_changes` returns their values."""
     for name in reversed(_JOB_OPTIONS):
-        flag = click.option(
-            f"--{name}",
-            callback=_note_change,
-            expose_value=False,
-            help=f"Override scheduler.{name} of the profile.",
-        )
-        function = flag(function)
-    change = click.option(
-        *("--profile-set", "profile_set"),
-        multiple=True,
-        type=PROFILE_KEY,
-        metavar="KEY=VALUE",
-        callback=_note_change,
-        expose_value=False,
-        help="Override a key of the profile; repeatable.",
+        function = _own_option(f"--{name}", help=f"Override scheduler.{name} of the profile.")(function)
+    about = "Override a key of the profile; repeatable."
+    return _own_option("--profile-set", multiple=True, type=PROFILE_KEY, metavar="KEY=VALUE", help=about)(
+        function
     )
-    return change(function)
 
 
 def job_changes() -> list[str]:
     """Return the profile changes of this command line as ``key=value``; later ones take precedence."""
-    return list(click.get_current_context().meta.get(_CHANGES, ()))
+    flags = [f"scheduler.{name}={value}" for name in _JOB_OPTIONS if (value := _remembered(name))]
+    shared = ["allow_shared_parent=true"] if _remembered("allow_shared_parent") else []
+    return [*(_remembered("profile_set") or ()), *flags, *shared]
 
 
 choose_profile = click.option(
-    "--profile",
-    "-p",
-    "profile_name",
+    *("--profile", "-p", "profile_name"),
     type=PROFILE,
     help="Use this cluster profile, a name or a file. [env: PRIMERL_PROFILE]",
 )
-
-
-def _note_variant(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    ctx.meta[_VARIANT] = value
-
-
-choose_variant = click.option(
-    "--variant",
-    callback=_note_variant,
-    expose_value=False,
-    help="Use this variant of the profile, e.g. debug; `primerl-hpc doctor` lists them.",
+choose_variant = _own_option(
+    "--variant", help="Use this variant of the profile, e.g. debug; `primerl-hpc doctor` lists them."
 )
 
 
@@ -142,15 +119,9 @@ set_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
 
 
-def _note_no_code(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    ctx.meta[_REFUSES_CODE] = value
-
-
-no_custom_code_option = click.option(
+no_custom_code_option = _own_option(
     "--no-custom-code",
     is_flag=True,
-    callback=_note_no_code,
-    expose_value=False,
     help="Refuse a recipe that names custom code: packages, import paths, trust_remote_code.",
 )
 
@@ -159,8 +130,31 @@ def check_custom_code(recipe: Any) -> None:
     """Raise ConfigError if the recipe names custom code and ``--no-custom-code`` was given."""
     from primerl_hpc.recipe.custom_code import refuse_custom_code
 
-    if click.get_current_context().meta.get(_REFUSES_CODE):
+    if _remembered("no_custom_code"):
         refuse_custom_code(recipe)
+
+
+def check_environments(recipe: Any) -> None:
+    """Raise ConfigError for custom code that is refused, and for tools or judges without what they need."""
+    from primerl_hpc.envs.judges import check_judges
+    from primerl_hpc.envs.tools import check_tools
+
+    check_custom_code(recipe)
+    check_tools(recipe)
+    check_judges(recipe)
+
+
+def parse_arguments(words: tuple[str, ...], option: str) -> dict[str, Any]:
+    """Return the arguments of an environment: ``turns=2`` is {"turns": 2}, values are YAML. Raises BadParameter."""
+    from primerl_hpc.common.document import from_override
+
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise click.BadParameter(f"{word!r} does not have the form KEY=VALUE", param_hint=option)
+        found |= from_override(key, value, option).values
+    return found
 
 
 def refuse_options(names: Collection[str | None], why: str) -> None:
@@ -226,11 +220,9 @@ def run_dir_option(about: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return click.option("--run-dir", type=click.Path(path_type=Path), help=about)
 
 
-shared_parent_option = click.option(
+shared_parent_option = _own_option(
     "--allow-shared-parent",
     is_flag=True,
-    callback=_note_change,
-    expose_value=False,
     help="Accept a run directory below a folder that other users can write. They could replace it and run code as you.",
 )
 live_code_option = click.option(
@@ -293,8 +285,7 @@ def load_chosen_profile(name: str) -> Any:
     """Load the profile and apply the changes of this command line. Raises ConfigError, NotFoundError."""
     from primerl_hpc.cluster.load import load_profile
 
-    variant = click.get_current_context().meta.get(_VARIANT)
-    loaded = load_profile(name, overrides=job_changes(), variant=variant)
+    loaded = load_profile(name, overrides=job_changes(), variant=_remembered("variant"))
     show_warnings(loaded.warnings)
     return loaded
 

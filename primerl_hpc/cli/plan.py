@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from primerl_hpc.recipe.load import LoadedRecipe
     from primerl_hpc.slurm.budget import Budget
 
-ESTIMATE_TIMEOUT_S = 5.0
-"""Seconds to wait for SLURM's estimate of the start time."""
 EPILOG = make_epilog(
     "plan recipes/reverse_text/tiny.yaml -p local",
     "plan my.yaml -p h100x64 --set max_steps=200 --json",
@@ -74,6 +71,13 @@ def command(
     its variables.
     """
     from primerl_hpc.launch.planning.screen import budget_warning
+    from primerl_hpc.launch.preview import (
+        budget_json,
+        budget_of,
+        describe_estimate,
+        estimate_start_of,
+        preview,
+    )
     from primerl_hpc.recipe.custom_code import code_lines, note_custom_code
 
     if not shown["is_script"]:
@@ -81,7 +85,7 @@ def command(
     loaded, profile = load_both(recipe, profile_name, overrides)
     check_custom_code(loaded.recipe)
     measured = _measured(shown["like"])
-    plan, forecast, warnings = preview_with_warnings(loaded, profile, measured)
+    plan, forecast, warnings = preview(loaded, profile, measured)
     if shown["is_script"]:
         _show_scripts(plan, profile, shown["out"], as_json, with_steps=shown["with_steps"])
         return
@@ -91,14 +95,14 @@ def command(
     if shown["compare"] or shown["nodes"] is not None:
         _show_alternatives(loaded, profile, forecast, measured, shown, as_json)
         return
-    estimate, budget = _estimate(plan, profile), _budget(plan, profile)
+    estimate, budget = estimate_start_of(plan, profile), budget_of(plan, profile)
     if warning := budget_warning(forecast, budget):
         warnings.append(warning)
         notice(f"warning: {warning}")
     if as_json:
         more = {
             "estimate": estimate,
-            "budget": _budget_json(budget),
+            "budget": budget_json(budget),
             "warnings": warnings,
             "custom_code": code_lines(loaded.recipe),
         }
@@ -108,7 +112,7 @@ def command(
     show_plan(plan)
     show_forecast(forecast, budget)
     if estimate is not None:
-        click.echo("\n".join(fold(line, WIDTH) for line in _format_estimate(estimate).splitlines()))
+        click.echo("\n".join(fold(line, WIDTH) for line in describe_estimate(estimate).splitlines()))
     note_custom_code(loaded.recipe)
 
 
@@ -212,83 +216,6 @@ def _show_alternatives(
     pruned = ", ".join(f"{number} lost by {reason}" for reason, number in found.pruned.most_common())
     counts = f"{found.num_layouts} layouts" + (f", {pruned}" if pruned else "")
     click.echo("\n".join(wrap(counts, "  ")))
-
-
-def preview_with_warnings(
-    loaded: LoadedRecipe, profile: LoadedProfile, measured: MeasuredLengths | None = None
-) -> tuple[Plan, PlanForecast, list[str]]:
-    """Return the plan, its forecast, and what `submit` would refuse as warnings, which are also printed to stderr.
-
-    A missing model or dataset is a warning, because it does not change what runs where.
-    """
-    from primerl_hpc.common.errors import PrimerlError
-    from primerl_hpc.launch.checklist import Candidate, findings
-    from primerl_hpc.launch.compose import plan_run
-
-    faults: list[PrimerlError] = []
-    planned = plan_run(loaded, profile, missing=faults, measured=measured)
-    uncertain: list[str] = []
-    for name in ("software", "model", "memory", "models and data"):
-        try:
-            uncertain += findings(name, Candidate(planned))
-        except PrimerlError as error:
-            faults.append(error)
-    warnings = [f"{fault} (submit refuses this)" for fault in dict.fromkeys(map(str, faults))]
-    warnings += [*uncertain, *planned.forecast.warnings]
-    show_warnings(warnings)
-    return planned.plan, planned.forecast, warnings
-
-
-def _estimate(plan: Plan, profile: Any) -> dict[str, Any] | None:
-    """Return when SLURM would start the job, why it would refuse it, or why the start is ``unknown``.
-
-    Returns None if the profile does not use SLURM.
-    """
-    from primerl_hpc.common.errors import SchedulerError
-    from primerl_hpc.common.package import package_root
-    from primerl_hpc.launch.compose import make_script
-    from primerl_hpc.render.lint import warnings_of
-    from primerl_hpc.slurm.estimate import estimate_start
-    from primerl_hpc.slurm.sbatch import UnansweredError
-
-    if plan.scheduler != "slurm":
-        return None
-    if shutil.which("sbatch") is None:
-        return {"unknown": "sbatch is not on this machine"}
-    try:
-        script = make_script(plan, profile, package_root())
-        show_warnings(warnings_of(script))
-        return dataclasses.asdict(estimate_start(script, timeout_s=ESTIMATE_TIMEOUT_S))
-    except UnansweredError as error:
-        return {"unknown": error.cause}
-    except SchedulerError as error:
-        return {"refused": error.cause, "hint": error.hint, "details": error.details}
-
-
-def _budget(plan: Plan, profile: LoadedProfile) -> Budget | None:
-    """Return the GPU-hours that the account of the profile has left; None if that is unknown."""
-    from primerl_hpc.slurm.budget import gpu_budget
-
-    if plan.scheduler != "slurm":
-        return None
-    return gpu_budget(profile.profile.scheduler.charged_account, timeout_s=ESTIMATE_TIMEOUT_S)
-
-
-def _budget_json(budget: Budget | None) -> dict[str, Any] | None:
-    if budget is None:
-        return None
-    return {**dataclasses.asdict(budget), "remaining_hours": budget.remaining_hours}
-
-
-def _format_estimate(estimate: dict[str, Any]) -> str:
-    if "unknown" in estimate:
-        return f"no estimate of the start: {estimate['unknown']}"
-    if "refused" in estimate:
-        sentence = "; ".join(filter(None, (estimate["refused"], estimate["hint"])))
-        return "\n".join(filter(None, (sentence, estimate["details"])))
-    return (
-        f"could start {estimate['start'].replace('T', ' ')} on {estimate['nodes']} of {estimate['partition']}"
-    )
 
 
 def show_plan(plan: Plan) -> None:

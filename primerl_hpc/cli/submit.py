@@ -14,7 +14,7 @@ from primerl_hpc.cli.options import (
     FOLLOWED_CODES,
     SUBMIT_CODES,
     chain_options,
-    check_custom_code,
+    check_environments,
     confirm,
     dry_run_option,
     follow_option,
@@ -97,8 +97,6 @@ def command(
     recipe: str, profile_name: str | None, overrides: tuple[str, ...], auto_split: bool, **options: Any
 ) -> int:
     """Compile RECIPE for a cluster and start it. A recipe of kind inference serves a model behind a router."""
-    from primerl_hpc.envs.judges import check_judges
-    from primerl_hpc.envs.tools import check_tools
     from primerl_hpc.launch.submit import submit_run
 
     overrides += ("layout.auto_split=true",) if auto_split else ()
@@ -108,9 +106,7 @@ def command(
         raise click.UsageError("--here starts a run, --dry-run starts nothing: use one")
     if how.overwrite and (how.run_dir is None or how.dry_run or (how.as_json and not how.yes)):
         raise click.UsageError("--overwrite needs --run-dir, excludes --dry-run, and with --json needs --yes")
-    check_custom_code(loaded.recipe)
-    check_tools(loaded.recipe)
-    check_judges(loaded.recipe)
+    check_environments(loaded.recipe)
     if how.dry_run:
         return _dry_run(loaded, profile, chain, how)
     make_room = (lambda submission: _make_room(submission, how)) if how.overwrite else None

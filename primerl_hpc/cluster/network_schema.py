@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -73,10 +73,13 @@ class Network(Block):
 class PreflightSettings(Block):
     """Checks of every node before an attempt starts its first process. Bad nodes are not used."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "sums_timeout_s": "raise preflight.timeout_s: the sums may take 180 s more"
+    }
     enabled: Bool = True
     """Run the checks."""
     timeout_s: PositiveInt = 120
-    """Time limit in seconds; nodes without results by then are bad."""
+    """Time limit in seconds; nodes without results by then are bad. The sums may take 180 s more."""
     min_scratch_gib: NonNegativeFloat = 1.0
     """Minimum free space of the node's scratch folder in GiB."""
     min_memory_gib: NonNegativeFloat = 1.0
@@ -84,10 +87,13 @@ class PreflightSettings(Block):
     sums: Literal["auto", "always", "never"] = "auto"
     """Compare an all-reduce over all nodes with its known result before an attempt. ``auto``: where GPUs of several
     nodes exchange tensors."""
-    sums_timeout_s: PositiveInt = 300
-    """Time limit of that all-reduce in seconds, including the start of torch on the nodes."""
     bandwidth: Literal["always", "never"] = "never"
     """Measure file reads and all-reduce between pairs of the trainer's nodes before an attempt, in up to 30 s. A spare
     replaces a node below 70 % of the median."""
     health_checks: tuple[OneLine, ...] = ()
     """Additional commands, run by bash on every node; a node is bad if one of them exits with a code other than 0."""
+
+    @property
+    def sums_timeout_s(self) -> int:
+        """Return the time limit of the sums in seconds, including the start of torch on the nodes."""
+        return self.timeout_s + 180

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -60,6 +60,7 @@ class SubmitEnvironment(Block):
 class Scheduler(Block):
     """Options of SLURM, or of a local run."""
 
+    removed: ClassVar[dict[str, str]] = {"cpu_account": "set cpu_partition.account, the complete name"}
     type: Literal["slurm", "local"] = "slurm"
     """``slurm``, or ``local``: a supervisor and its child processes on this machine, by submitit's local executor."""
     partition: OneLine | None = None
@@ -69,10 +70,8 @@ class Scheduler(Block):
     account_suffix: Suffix | None = None
     """Text that the site appends to a project's name for work on these GPUs (``-delta-gpu``); appended to ``account``
     unless it ends with it."""
-    cpu_account: OneLine | None = None
-    """Account of jobs on nodes without GPUs (``cpu_partition``), if it is not ``account``."""
     cpu_account_suffix: Suffix | None = None
-    """As ``account_suffix``, for jobs on nodes without GPUs."""
+    """As ``account_suffix``, for nodes of ``cpu_partition``; its own ``account`` takes precedence."""
     qos: OneLine | None = None
     """Quality of service; at some sites it determines walltime and priority instead of the partition."""
     constraint: OneLine | None = None
@@ -197,7 +196,7 @@ class Scheduler(Block):
     @property
     def charged_cpu_account(self) -> str | None:
         """Return the account of jobs without GPUs, with its suffix."""
-        return _with_suffix(self.cpu_account or self.account, self.cpu_account_suffix)
+        return _with_suffix(self.account, self.cpu_account_suffix)
 
     @model_validator(mode="after")
     def _memory_is_given_once(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -14,6 +14,8 @@ class Block(BaseModel):
     """One YAML block. The docstring under a field documents it; `explain` and `schema` print it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    removed: ClassVar[dict[str, str]] = {}
+    """Keys of earlier versions → what to write instead."""
 
 
 Inherited = dict[Literal["from"], Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]]

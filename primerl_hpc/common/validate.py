@@ -76,6 +76,9 @@ def _describe(block: type[BaseModel], document: Document, fault: ErrorDetails) -
     key = dotted(path)
     location = document.location(path)
     if fault["type"] == "extra_forbidden":
+        owner = block_at(block, path[:-1])
+        if instead := getattr(owner, "removed", {}).get(str(path[-1])):
+            return ConfigError(f"key '{key}' was removed", location=location, hint=instead)
         return ConfigError(
             f"unknown key '{key}'", location=location, hint=_hint_for_unknown(block, path, fault["loc"])
         )

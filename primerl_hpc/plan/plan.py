@@ -456,8 +456,9 @@ def upgrade(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the content of an earlier version's ``plan.json`` in its current form, so that its run can be resumed.
 
     ``nodes[].is_cpu`` became ``components``: the node of the CPU partition first, then all others. Content that cannot
-    be converted stays unchanged.
+    be converted stays unchanged. Keys of recipes that were removed are dropped.
     """
+    plan = _without_removed_keys(plan)
     nodes = plan.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, dict) and "is_cpu" in node for node in nodes):
         return plan
@@ -475,6 +476,20 @@ def upgrade(plan: dict[str, Any]) -> dict[str, Any]:
         preflight = {**preflight, "component_gpus": [0, preflight.get("gpus", 0)]}
     components = [{"is_cpu": True, "nodes": cpu_nodes}, others]
     return {**plan, "nodes": own_keys, "components": components, "preflight": preflight}
+
+
+def _without_removed_keys(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan without ``timeouts.distributed_s`` of its recipes."""
+    phases = []
+    for phase in plan["phases"] if isinstance(plan.get("phases"), list) else ():
+        recipe = phase.get("recipe") if isinstance(phase, dict) else None
+        timeouts = recipe.get("timeouts") if isinstance(recipe, dict) else None
+        if isinstance(recipe, dict) and isinstance(timeouts, dict):
+            kept = {key: value for key, value in timeouts.items() if key != "distributed_s"}
+            phases.append({**phase, "recipe": {**recipe, "timeouts": kept}})
+        else:
+            phases.append(phase)
+    return {**plan, "phases": phases} if phases else plan
 
 
 def _changed_plan(run_dir: RunDir, key: str, message: str, hint: str) -> DataError:

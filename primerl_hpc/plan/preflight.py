@@ -79,7 +79,7 @@ def preflight_plan(
         srun_args=srun_args(profile.scheduler),
         uses_rdma=profile.node.gpus > 0 and num_nodes > 1 and is_rdma_on,
         interface=profile.network.interface,
-        **profile.preflight.model_dump(exclude={"enabled", "sums", "sums_timeout_s", "bandwidth"}),
+        **profile.preflight.model_dump(exclude={"enabled", "sums", "bandwidth"}),
     )
 
 

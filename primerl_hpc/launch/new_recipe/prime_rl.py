@@ -79,7 +79,6 @@ MOVED: dict[str, str] = {
     "trainer.model.fused_lm_head_token_chunk_size": "trainer.head_chunk_tokens",
     "trainer.enable_router_replay": "trainer.router_replay",
     "trainer.gc.interval": "trainer.gc_interval",
-    "trainer.dist_timeout_seconds": "timeouts.distributed_s",
     "trainer.model.dp_replicate": "layout.trainer.replicate",
     "trainer.model.cp": "layout.trainer.context_parallel",
     "trainer.model.cp_style": "layout.trainer.context_style",
@@ -145,6 +144,7 @@ ELSEWHERE = {
     "deployment": "the cluster profile (nodes, GPUs per node) and layout",
     "rollout_transport": "nothing: batches are files of the run directory",
     "orchestrator.env_server_base_port": "nothing: ports are chosen when processes start",
+    "trainer.dist_timeout_seconds": "timeouts.trainer_hang_s, the time of one micro-batch",
     "inference.server": "nothing: ports are chosen when processes start",
 }
 """Keys whose meaning is not part of a recipe, each with the keys below it → where it is set."""

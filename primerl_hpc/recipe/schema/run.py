@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -247,6 +247,9 @@ class KeepBest(Block):
 class Timeouts(Block):
     """How long to wait for another process, in seconds, before it counts as failed."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "distributed_s": "raise timeouts.trainer_hang_s: a collective operation may take three times as long"
+    }
     inference_ready_s: PositiveInt = 1800
     """Seconds from the start of an engine or of the router until it must respond."""
     env_server_ready_s: PositiveInt = 600
@@ -264,11 +267,14 @@ class Timeouts(Block):
     """Seconds after which an engine, the router, the teacher, the judge or an environment server that does not respond,
     or an engine that generates no tokens for its requests, is restarted. On a busy machine a healthy server may not
     respond for seconds."""
-    distributed_s: PositiveInt = 3600
-    """Timeout of one collective operation of the trainer, in seconds."""
     trainer_hang_s: PositiveInt = 1200
     """Seconds that one micro-batch, weight export or checkpoint save of the trainer may take. After that every rank
     dumps its stacks, and the run fails with the rank and the collective that hang."""
+
+    @property
+    def distributed_s(self) -> int:
+        """Return the timeout of one collective operation of the trainer, in seconds."""
+        return max(3600, 3 * self.trainer_hang_s)
 
 
 class Recovery(Block):

@@ -78,6 +78,11 @@ BAD = {
         ExitCode.CONFIG,
         ["recipe.yaml:5", "max_stepz", "max_steps"],
     ),
+    "removed key": (
+        lambda f: break_recipe(f, "seq_len: 64", "timeouts: {distributed_s: 60}"),
+        ExitCode.CONFIG,
+        ["recipe.yaml:4", "key 'timeouts.distributed_s' was removed", "timeouts.trainer_hang_s"],
+    ),
     "wrong type": (
         lambda f: break_recipe(f, "64", "many"),
         ExitCode.CONFIG,

@@ -82,7 +82,7 @@ def test_every_key_becomes_its_option() -> None:
 
 def test_no_key_of_the_scheduler_is_forgotten() -> None:
     other = {"type", "gpu_request", "gpu_type", "extra", "mpi", "srun_extra", "spare_nodes"}
-    other |= {"account_suffix", "cpu_account", "cpu_account_suffix", "per_gpu", "max_jobs", "submit_env"}
+    other |= {"account_suffix", "cpu_account_suffix", "per_gpu", "max_jobs", "submit_env"}
     other |= {"may_name_nodes", "ask_every_s", "step_memory", "step_gres"}
     assert set(OPTION_OF_KEY) | other == set(Scheduler.model_fields)
     assert all(field_doc(Scheduler, name) for name in Scheduler.model_fields)
@@ -199,6 +199,7 @@ def test_an_option_is_split_at_its_first_equals_sign(text: str, option: tuple[st
         ({"mail_type": ["ENDE"]}, ["scheduler.mail_type.0", "'END'"]),
         ({"partition": ""}, ["scheduler.partition", "empty"]),
         ({"comment": "a\nb"}, ["scheduler.comment", "one line"]),
+        ({"cpu_account": "x"}, ["'scheduler.cpu_account' was removed", "cpu_partition.account"]),
         ({"extra": ["-N4"]}, ["--key=value"]),
         ({"extra": ["--partition=x"]}, ["scheduler.partition"]),
         ({"extra": ["--output=x"]}, ["set by the plan"]),
