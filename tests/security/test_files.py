@@ -33,11 +33,9 @@ from primerl_hpc.run.access.elsewhere import MARKER, link_part
 from primerl_hpc.run.access.ownership import check_own, executed_paths, make_private, writable_by_others
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.step import Launch
-from tests.support.helpers import ROOT, TOY_RECIPE, captured, make_plan, make_tiny_model, process_plan
+from tests.support.helpers import TOY_RECIPE, captured, make_plan, process_plan, unusable_sft_recipe
 from tests.support.stranger import NOBODY, as_stranger
 from tests.unit.transport.test_weights_delta import write_full
-
-TINY = ROOT / "recipes" / "reverse_text" / "tiny.yaml"
 
 
 @pytest.fixture
@@ -58,11 +56,10 @@ def prepared(tmp_path: Path, open_umask: None, monkeypatch: pytest.MonkeyPatch) 
         if folder.stat().st_mode & 0o055 != 0o055:
             folder.chmod(0o755)  # pytest's own
     monkeypatch.chdir(tmp_path)
-    make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
     # the supervisor of this script ends at once, and records why
     changes = ["software.setup=[exit 3]", "allow_shared_parent=true"]
     profile = load_profile("local", environ={}, overrides=changes)
-    run, _ = prepare_run(load_recipe(str(TINY), environ={}), profile, project / "run")
+    run, _ = prepare_run(load_recipe(unusable_sft_recipe(tmp_path), environ={}), profile, project / "run")
     return run
 
 
@@ -152,7 +149,8 @@ def test_a_folder_above_that_others_can_write_is_refused_unless_the_submission_a
     check_own(prepared)
     project = prepared.root.parent
     with pytest.raises(OccupiedError, match=r"other users may write to .*project \(mode 2770\)"):
-        prepare_run(load_recipe(str(TINY), environ={}), load_profile("local", environ={}), project / "other")
+        recipe = load_recipe("recipe.yaml", environ={})
+        prepare_run(recipe, load_profile("local", environ={}), project / "other")
     assert not (project / "other").exists()
     write_json(prepared.plan, {**read_json(prepared.plan), "allow_shared_parent": False}, mode=0o600)
     with pytest.raises(OccupiedError, match="can replace the run directory") as caught:
