@@ -13,9 +13,10 @@ from primerl_hpc.common.files import read_json_or_none, write_json
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.launch.queue import drop_jobs
+from primerl_hpc.launch.submit import drop_interrupted
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import take_snapshot
-from primerl_hpc.run.access.ownership import check_may_change
+from primerl_hpc.run.access.ownership import check_may_change, check_own
 from primerl_hpc.run.job_chain import chain_of
 from primerl_hpc.run.rundir import CANCEL, RunDir
 
@@ -33,6 +34,9 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool) -> RunState:
     poll = lambda: take_snapshot(run, jobs.facts_of([run]))  # noqa: E731
     snapshot = poll()
     state = snapshot.state
+    if state == RunState.UNKNOWN:
+        check_own(run)
+        drop_interrupted(run, snapshot.job)
     if state.is_final or state == RunState.UNKNOWN:
         return state
     if (

@@ -23,7 +23,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ SBATCH_PATIENCE_S = 300.0
 _YEAR_MIN = 60 * 24 * 365
 PATIENCE_S = 120.0
 """How long scancel and scontrol are repeated."""
+_PART = "part_"
+"""In the name of the file that was submitted as one of several jobs."""
 _DONE_BEFORE = re.compile("has already finished|no longer pending execution|already completing or completed")
 """SLURM's response to a retried command whose first try had succeeded, if the job has started or ended meanwhile."""
 
@@ -121,6 +123,7 @@ def _submit_copy(
             timeout_s=SBATCH_TIMEOUT_S,
             report=_print,
             passed=passed,
+            mark=_PART if options else "",
         )
     except RefusedError as error:
         raise explain_refusal(error.output, components_of(script.read_text()), ask_partitions) from None
@@ -299,6 +302,20 @@ class JobsTogether:
             wait = (f"--dependency=afterany:{':'.join(links)}",) if links else ()
             links.append(self.submit(run, script, *wait))
         return links
+
+
+def interrupted_jobs(run: RunDir, known: Collection[str]) -> dict[str, float]:
+    """Return the jobs of submissions of several that were killed before control/job.json listed them, with the time.
+
+    The first of them is held, and the others wait for it, so none would ever start. ``known``: jobs in
+    control/job.json. Raises SchedulerError if a submission's result is unknown, and SLURM does not report its job.
+    """
+    found: dict[str, float] = {}
+    for folder in (run.launch, run.evaluation.launch):
+        for copy in folder.glob(f"submitit*/.submission_file_{_PART}*.sh"):
+            jobs = [Path(os.readlink(copy)).name.partition("_")[0]] if copy.is_symlink() else find_jobs(copy)
+            found |= {job: copy.lstat().st_mtime for job in jobs if job not in known}
+    return found
 
 
 class _UncertainError(UnansweredError):
