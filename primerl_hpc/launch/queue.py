@@ -38,6 +38,7 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.log import notice
 from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.run.access.ownership import writable_by_others
+from primerl_hpc.run.lock import identify_process
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm import sbatch
 from primerl_hpc.slurm.command_lines import cancel_command, release_command
@@ -178,7 +179,9 @@ def _controller_variables(command: str) -> dict[str, str]:
 
 
 def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Submit a script; return ``{"scheduler", "job_id"}``. ``options`` are passed to sbatch.
+    """Submit a script; return ``{"scheduler", "job_id"}``, and what identifies the process of a local run.
+
+    ``options`` are passed to sbatch.
 
     Raises SchedulerError with the reason if it is refused, UnansweredError if it is unknown whether the job is queued.
     """
@@ -191,9 +194,9 @@ def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[s
                 hint="submit from a login node, or use --profile local",
             )
         job = SlurmRunExecutor(folder, script, options, _passed(run))._submit_command("")
-    else:
-        job = _submit_here(folder, script, environ_here(_passed(run)))
-    return {"scheduler": scheduler, "job_id": job.job_id}
+        return {"scheduler": scheduler, "job_id": job.job_id}
+    job = _submit_here(folder, script, environ_here(_passed(run)))
+    return {"scheduler": scheduler, "job_id": job.job_id, **identify_process(int(job.job_id))}
 
 
 def excess_of(script: Path) -> str | None:
