@@ -24,6 +24,7 @@ EPILOG = make_epilog(
 @json_option
 def command(run: str, now: bool, wait: bool, as_json: bool) -> int:
     """Ask RUN to save a checkpoint and stop, or stop it immediately with --now."""
+    from primerl_hpc.common.names import RunState
     from primerl_hpc.launch.cancel import cancel_run
     from primerl_hpc.run.registry import find_run
 
@@ -33,6 +34,8 @@ def command(run: str, now: bool, wait: bool, as_json: bool) -> int:
         print_json({"run": found.root.name, "state": state.value})
     elif state.is_final:
         click.echo(f"{found.root.name} has ended: {state.value}")
+    elif state == RunState.UNKNOWN:
+        click.echo(f"{found.root.name} has no job")
     else:
         action = "is being stopped" if now else "will save and stop"
         click.echo(

@@ -23,7 +23,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.log import notice
 from primerl_hpc.common.passed import PassedVariables
 from primerl_hpc.run.access.ownership import writable_by_others
+from primerl_hpc.run.lock import identify_process
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm import sbatch
 from primerl_hpc.slurm.command_lines import cancel_command, release_command
@@ -54,6 +55,8 @@ SBATCH_PATIENCE_S = 300.0
 _YEAR_MIN = 60 * 24 * 365
 PATIENCE_S = 120.0
 """How long scancel and scontrol are repeated."""
+_PART = "part_"
+"""In the name of the file that was submitted as one of several jobs."""
 _DONE_BEFORE = re.compile("has already finished|no longer pending execution|already completing or completed")
 """SLURM's response to a retried command whose first try had succeeded, if the job has started or ended meanwhile."""
 
@@ -121,6 +124,7 @@ def _submit_copy(
             timeout_s=SBATCH_TIMEOUT_S,
             report=_print,
             passed=passed,
+            mark=_PART if options else "",
         )
     except RefusedError as error:
         raise explain_refusal(error.output, components_of(script.read_text()), ask_partitions) from None
@@ -175,7 +179,9 @@ def _controller_variables(command: str) -> dict[str, str]:
 
 
 def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Submit a script; return ``{"scheduler", "job_id"}``. ``options`` are passed to sbatch.
+    """Submit a script; return ``{"scheduler", "job_id"}``, and what identifies the process of a local run.
+
+    ``options`` are passed to sbatch.
 
     Raises SchedulerError with the reason if it is refused, UnansweredError if it is unknown whether the job is queued.
     """
@@ -188,9 +194,9 @@ def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[s
                 hint="submit from a login node, or use --profile local",
             )
         job = SlurmRunExecutor(folder, script, options, _passed(run))._submit_command("")
-    else:
-        job = _submit_here(folder, script, environ_here(_passed(run)))
-    return {"scheduler": scheduler, "job_id": job.job_id}
+        return {"scheduler": scheduler, "job_id": job.job_id}
+    job = _submit_here(folder, script, environ_here(_passed(run)))
+    return {"scheduler": scheduler, "job_id": job.job_id, **identify_process(int(job.job_id))}
 
 
 def excess_of(script: Path) -> str | None:
@@ -299,6 +305,20 @@ class JobsTogether:
             wait = (f"--dependency=afterany:{':'.join(links)}",) if links else ()
             links.append(self.submit(run, script, *wait))
         return links
+
+
+def interrupted_jobs(run: RunDir, known: Collection[str]) -> dict[str, float]:
+    """Return the jobs of submissions of several that were killed before control/job.json listed them, with the time.
+
+    The first of them is held, and the others wait for it, so none would ever start. ``known``: jobs in
+    control/job.json. Raises SchedulerError if a submission's result is unknown, and SLURM does not report its job.
+    """
+    found: dict[str, float] = {}
+    for folder in (run.launch, run.evaluation.launch):
+        for copy in folder.glob(f"submitit*/.submission_file_{_PART}*.sh"):
+            jobs = [Path(os.readlink(copy)).name.partition("_")[0]] if copy.is_symlink() else find_jobs(copy)
+            found |= {job: copy.lstat().st_mtime for job in jobs if job not in known}
+    return found
 
 
 class _UncertainError(UnansweredError):

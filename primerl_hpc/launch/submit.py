@@ -40,7 +40,14 @@ from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, RunFiles, Submissi
 from primerl_hpc.launch.follow_up import discard_after, local_script, note_local_after, queue_after
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.planning.hour_budget import check_budget, with_budget
-from primerl_hpc.launch.queue import drop_jobs, excess_of, start_here, submit_script, together
+from primerl_hpc.launch.queue import (
+    drop_jobs,
+    excess_of,
+    interrupted_jobs,
+    start_here,
+    submit_script,
+    together,
+)
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import is_from_latest_job
 from primerl_hpc.offline.code.keep import (
@@ -357,6 +364,8 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     if plan.ask_every_s > DEFAULT_ASK_EVERY_S:
         facts["ask_every_s"] = plan.ask_every_s  # views must observe it too
     run.stop_request.unlink(missing_ok=True)  # a request of an earlier attempt
+    if plan.scheduler == "slurm":
+        drop_interrupted(run, earlier)
     if chain.is_here:
         job = start_here(run, run.job_script, plan.num_hosts)
         write_json(run.job, {**job, **facts})
@@ -385,6 +394,27 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
         if plan.num_elastic:
             write_json(run.job, {**job, "engines_job_id": jobs.submit(run, run.engines_script)})
     return Submitted(run, plan, links[0], tuple(links))
+
+
+def drop_interrupted(run: RunDir, job: Mapping[str, Any]) -> None:
+    """Cancel what a killed submission of several jobs left in the queue. ``job``: content of control/job.json.
+
+    Raises SchedulerError.
+    """
+    follow_ups = [entry["job_id"] for entry in job.get("after", {}).values()]
+    times = interrupted_jobs(run, {*map(str, job.get("earlier", ())), *jobs_of(job), *follow_ups})
+    facts = find_facts([*times]) if times else {}
+    left = [
+        fact.job_id
+        for fact in facts.values()
+        if not fact.is_over
+        and not is_reused(
+            {"name": job.get("name", ""), "submitted": times[fact.job_id]}, fact.name, fact.submitted
+        )
+    ]
+    if left:
+        notice(f"cancelling jobs of a submission that was interrupted: {' '.join(left)}")
+        drop_jobs(left)
 
 
 def still_queued(job: Mapping[str, Any], numbers: Sequence[str]) -> list[str]:

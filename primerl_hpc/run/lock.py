@@ -153,3 +153,15 @@ def is_process_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
         return False
+
+
+def identify_process(pid: int) -> dict[str, Any]:
+    """Return what distinguishes a process of this host from later ones with its number, and those of other hosts."""
+    return {"host": socket.gethostname(), "started": process_start_time(pid)}
+
+
+def is_local_job_alive(job: dict[str, Any]) -> bool:
+    """True if the process that control/job.json names as a local run's job is running on this host."""
+    pid = int(job["job_id"])
+    is_other = "started" in job and {**job, **identify_process(pid)} != job
+    return not is_other and is_process_alive(pid)

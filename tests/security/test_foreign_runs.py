@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,11 +20,13 @@ from click.testing import CliRunner
 from primerl_hpc.cli.main import cli
 from primerl_hpc.common.errors import DataError, NotFoundError, OccupiedError
 from primerl_hpc.common.files import write_json
-from primerl_hpc.common.names import Role
+from primerl_hpc.common.names import Role, RunState
+from primerl_hpc.launch.cancel import cancel_run
 from primerl_hpc.observe.inside.engine_traces import find_engines
 from primerl_hpc.run.access.keys import run_keys
+from primerl_hpc.run.lock import identify_process
 from primerl_hpc.run.rundir import RunDir
-from tests.support.helpers import make_plan, process_plan
+from tests.support.helpers import PATIENCE_S, make_plan, process_plan
 from tests.support.serving import make_recipe
 from tests.support.stranger import NOBODY, as_stranger
 
@@ -136,3 +141,45 @@ def test_a_key_travels_over_https_only_and_an_attempt_is_a_number(own: RunDir, a
         assert isinstance(refused, NotFoundError), refused
         assert ("no https address" if attempt == 1 else "is not a number") in str(refused)
     assert received == []
+
+
+@contextmanager
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the user that has nothing to do with a run."""
+    with subprocess.Popen(["sleep", "900"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def write_job(run: RunDir, process: subprocess.Popen[bytes], **facts: Any) -> None:
+    now = {"attempt": 1, "submitted": time.time()}
+    write_json(run.job, {"scheduler": "local", "job_id": str(process.pid), **now, **facts})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_cancel_ends_no_process_or_job_that_a_colleague_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tmp_path, COLLEAGUE)
+    with bystander() as process:
+        for scheduler in ("local", "slurm"):
+            write_job(run, process, scheduler=scheduler)
+            os.chown(run.job, COLLEAGUE, COLLEAGUE)
+            with pytest.raises(OccupiedError, match="which process of yours"):
+                cancel_run(run, now=False, wait=False)
+        assert process.poll() is None
+
+
+def test_cancel_ends_the_process_of_a_local_run_but_no_later_one_with_its_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tmp_path, os.geteuid())
+    with bystander() as process:
+        own = identify_process(process.pid)
+        for other in ({**own, "started": "1"}, {**own, "host": "another-node"}):
+            write_job(run, process, **other)
+            run.state.unlink(missing_ok=True)
+            assert cancel_run(run, now=False, wait=False) == RunState.CANCELLED
+            assert process.poll() is None
+        write_job(run, process, **own)
+        run.state.unlink()
+        assert cancel_run(run, now=False, wait=False) == RunState.CANCELLED
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM

@@ -13,14 +13,15 @@ import pytest
 from primerl_hpc.common.errors import ConfigError, OccupiedError, SchedulerError
 from primerl_hpc.common.files import read_json, write_json
 from primerl_hpc.common.names import Kind, Role, RunState
+from primerl_hpc.launch.cancel import cancel_run
 from primerl_hpc.launch.compose import ChainRequest
-from primerl_hpc.launch.queue import together
-from primerl_hpc.launch.submit import resume_run
-from primerl_hpc.plan.plan import OnExit
+from primerl_hpc.launch.queue import JobsTogether, together
+from primerl_hpc.launch.submit import queue_run, resume_run
+from primerl_hpc.plan.plan import OnExit, load_plan
 from primerl_hpc.slurm.commands import ask
 from primerl_hpc.slurm.jobs import parse_squeue, squeue_command
 from tests.support.helpers import wait_for
-from tests.support.virtual_slurm import TRAIN, SlurmToy, run_cli
+from tests.support.virtual_slurm import SAY, TRAIN, SlurmToy, run_cli
 
 UNTIL_DONE = ChainRequest(is_until_done=True)
 
@@ -202,6 +203,30 @@ def test_a_refused_link_removes_the_earlier_ones_from_the_queue(toy: SlurmToy) -
         return queued
 
     assert states(toy.as_user(submit_two)) == ["CANCELLED"] and not toy.events("attempt_started")
+
+
+@pytest.mark.parametrize("num_queued", [1, 2])
+@pytest.mark.parametrize("then", ["resume", "cancel"])
+def test_jobs_of_a_chain_whose_submission_was_killed_are_not_left_in_the_queue(
+    toy: SlurmToy, num_queued: int, then: str
+) -> None:
+    """The first job is held until all are queued, and the others wait for it."""
+    toy.add(Role.TRAINER, SAY, OnExit.ENDS_PHASE)
+    toy.prepare()
+
+    def submit_and_be_killed() -> list[str]:
+        jobs = JobsTogether()
+        jobs.submit_links(toy.run, toy.run.job_script, num_queued)
+        return jobs.ids
+
+    left = toy.as_user(submit_and_be_killed)
+    assert set(states(left)) == {"PENDING"}
+    if then == "cancel":
+        assert toy.as_user(lambda: cancel_run(toy.run, now=False, wait=False)) == RunState.UNKNOWN
+    else:
+        toy.as_user(lambda: queue_run(toy.run, load_plan(toy.run)))
+        wait_for(lambda: toy.snapshot().state == RunState.DONE)
+    assert set(states(left)) == {"CANCELLED"}
 
 
 def test_a_chain_is_refused_for_runs_that_cannot_use_one(toy: SlurmToy) -> None:

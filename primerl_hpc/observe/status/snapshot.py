@@ -23,7 +23,7 @@ from primerl_hpc.observe.status.forecast import Forecast, make_forecast
 from primerl_hpc.observe.status.predicted import compare_with_plan
 from primerl_hpc.run.job_chain import chain_of, current_job
 from primerl_hpc.run.ledger.measures import Comparison
-from primerl_hpc.run.lock import is_owner_alive, is_process_alive
+from primerl_hpc.run.lock import is_local_job_alive, is_owner_alive
 from primerl_hpc.run.metrics import read_last_steps
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.jobs import JobFact
@@ -405,7 +405,7 @@ def _state_before_start(
         is_waiting = fact is None or fact.is_waiting
         reason = _wait_reason(fact) if fact is not None and is_waiting else None
         return RunState.PENDING if is_waiting else RunState.STARTING, reason
-    is_alive = is_process_alive(int(job["job_id"])) or time.time() - job.get("submitted", 0) < 5
+    is_alive = is_local_job_alive(job) or time.time() - job.get("submitted", 0) < 5
     if is_alive:
         return RunState.SUBMITTED, None
     return RunState.FAILED, last_job_output(run) or "the job ended before its supervisor started"
