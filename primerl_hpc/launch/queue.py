@@ -55,8 +55,8 @@ SBATCH_PATIENCE_S = 300.0
 _YEAR_MIN = 60 * 24 * 365
 PATIENCE_S = 120.0
 """How long scancel and scontrol are repeated."""
-_PART = "part_"
-"""In the name of the file that was submitted as one of several jobs."""
+_PARTS = "parts"
+"""Folder of the files that were submitted as one of several jobs."""
 _DONE_BEFORE = re.compile("has already finished|no longer pending execution|already completing or completed")
 """SLURM's response to a retried command whose first try had succeeded, if the job has started or ended meanwhile."""
 
@@ -124,7 +124,6 @@ def _submit_copy(
             timeout_s=SBATCH_TIMEOUT_S,
             report=_print,
             passed=passed,
-            mark=_PART if options else "",
         )
     except RefusedError as error:
         raise explain_refusal(error.output, components_of(script.read_text()), ask_partitions) from None
@@ -193,6 +192,7 @@ def submit_script(run: RunDir, script: Path, scheduler: str, options: Sequence[s
                 f"SLURM is not installed on this machine ({' and '.join(missing)} not in PATH)",
                 hint="submit from a login node, or use --profile local",
             )
+        folder = folder / _PARTS if options else folder
         job = SlurmRunExecutor(folder, script, options, _passed(run))._submit_command("")
         return {"scheduler": scheduler, "job_id": job.job_id}
     job = _submit_here(folder, script, environ_here(_passed(run)))
@@ -315,7 +315,7 @@ def interrupted_jobs(run: RunDir, known: Collection[str]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for folder in (run.launch, run.evaluation.launch):
-        for copy in folder.glob(f"submitit*/.submission_file_{_PART}*.sh"):
+        for copy in folder.glob(f"submitit*/{_PARTS}/.submission_file_*.sh"):
             jobs = [Path(os.readlink(copy)).name.partition("_")[0]] if copy.is_symlink() else find_jobs(copy)
             found |= {job: copy.lstat().st_mtime for job in jobs if job not in known}
     return found

@@ -135,9 +135,8 @@ def submit_once(
     timeout_s: float,
     report: Callable[[str], None],
     passed: PassedVariables = DEFAULT,
-    mark: str = "",
 ) -> tuple[str, Path]:
-    """Return the job's id and the copy of ``script`` in ``folder`` that was submitted. ``mark``: part of its name.
+    """Return the job's id and the copy of ``script`` in ``folder`` that was submitted.
 
     ``timeout_s`` limits one command, which then counts as unanswered; ``patience_s`` limits all of them together.
     ``report`` receives a message before each retry.
@@ -146,7 +145,7 @@ def submit_once(
     """
     refuse_other_clusters(os.environ, directives_of(script.read_text()))
     folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / f".submission_file_{mark}{uuid.uuid4().hex}.sh"
+    copy = folder / f".submission_file_{uuid.uuid4().hex}.sh"
     copy.write_text(script.read_text())
     try:
         return _Submission(copy, options, patience_s, timeout_s, report, passed).run(), copy
