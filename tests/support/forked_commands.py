@@ -25,7 +25,8 @@ from typing import Any
 from tests.support.fork_server import ForkServer
 from tests.support.helpers import ROOT, captured
 
-LOGIN_NODE = ("cli", "cluster", "common", "launch", "observe", "plan", "recipe", "render", "run", "slurm")
+LOGIN_NODE = ("checks", "cli", "cluster", "common", "export", "launch", "observe", "offline", "plan")
+LOGIN_NODE += ("recipe", "render", "run", "slurm")
 """Folders of the package whose modules import neither torch nor huggingface_hub (which reads variables when it is
 imported)."""
 LIBRARIES = ("anyio", "httpx", "jinja2", "pydantic_config", "renderers", "rich", "submitit", "yaml")
