@@ -43,6 +43,7 @@ from tests.support.helpers import (
     make_tiny_model,
     process_plan,
     start_role,
+    unusable_sft_recipe,
     wait_for,
 )
 from tests.support.prime_server import KEY, serve_prime
@@ -436,10 +437,9 @@ def test_a_dry_run_counts_variables_that_do_not_reach_the_run_and_names_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    command = [TINY, "--profile", "local", "--dry-run"]
+    command = [unusable_sft_recipe(tmp_path), "--profile", "local", "--dry-run"]
     done = CliRunner().invoke(submit_command, command, catch_exceptions=False)
     assert "variables of this shell reach the run" in done.stdout
     assert "note: HF_TOKEN, VLLM_API_KEY of this shell do not reach the run" in done.stderr
