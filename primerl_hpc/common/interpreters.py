@@ -8,7 +8,7 @@
 imports, the next ones need not import again. `answers` is that process. Arguments and results are JSON. A PrimerlError
 of the function is raised here, and InterpreterError if there is no result.
 
-An `Expected` answer is remembered in the state folder, so that a second `submit` of a recipe does not import verifiers
+A `UsualAnswer` is remembered in the state folder, so that a second `submit` of a recipe does not import verifiers
 again, which takes longer than everything else of it.
 """
 
@@ -50,12 +50,12 @@ class InterpreterError(PrimerlError):
 
 
 @dataclass(frozen=True)
-class Expected:
+class UsualAnswer:
     """The usual answer of a function: nothing is wrong. Other answers are not remembered."""
 
     answer: Any
     files: tuple[str, ...] = ()
-    """What the function reads besides its modules."""
+    """Files that the function reads, other than its modules."""
 
 
 class Interpreters:
@@ -105,7 +105,7 @@ class Interpreters:
         return self._started[key].ask(question, timeout_s, on_progress)
 
     def ask_unless_unchanged(
-        self, python: str, variables: Mapping[str, str], function: str, argument: Any, expected: Expected
+        self, python: str, variables: Mapping[str, str], function: str, argument: Any, expected: UsualAnswer
     ) -> Any:
         """Like `ask`, but an expected answer is given again until something changes on which it depends."""
         place = _place(python, variables, function, argument)

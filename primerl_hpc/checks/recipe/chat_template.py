@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from primerl_hpc.checks.recipe.model_config import find_file
 from primerl_hpc.cluster.load import LoadedProfile
-from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.recipe.renderer import COMPARISON, uses_renderer
@@ -38,7 +38,7 @@ def renderer_warning(recipe: Recipe, profile: LoadedProfile, interpreters: Inter
     request = model.model_dump(mode="json", include={"name", "tokenizer", "renderer"})
     python = software.python or profile.profile.software.python_here
     try:
-        expected = Expected(None, _tokenizer_files(name, variables))
+        expected = UsualAnswer(None, _tokenizer_files(name, variables))
         difference = interpreters.ask_unless_unchanged(python, variables, COMPARISON, request, expected)
     except InterpreterError as error:
         return f"renderer '{model.renderer.name}' was not compared with the chat template of {name}: {error.cause}"

@@ -9,13 +9,13 @@ from typing import Any
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.plan import Plan
 from primerl_hpc.recipe.schema.rollout import Environment
 
-_NO_FAULT = Expected({"has_verifiers": True, "faults": []})
+_NO_FAULT = UsualAnswer({"has_verifiers": True, "faults": []})
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 
 from primerl_hpc.common import answers
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.interpreters import Expected, InterpreterError, Interpreters, ask
+from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters, ask
 from tests.support.helpers import ROOT, is_alive, wait_for
 
 QUESTIONS = """
@@ -101,7 +101,7 @@ def test_an_expected_answer_is_given_again_until_something_changes_on_which_it_d
         path = {**variables, "PYTHONPATH": f"{other}:{variables['PYTHONPATH']}", **more}
         with Interpreters() as interpreters:
             given = interpreters.ask_unless_unchanged(
-                sys.executable, path, "answering:faults", request, Expected([], (str(read),))
+                sys.executable, path, "answering:faults", request, UsualAnswer([], (str(read),))
             )
             asked.extend(interpreters._started)
         return given
@@ -132,7 +132,7 @@ def test_a_state_folder_that_cannot_be_written_remembers_nothing(
     monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
     with Interpreters() as interpreters:
         answer = interpreters.ask_unless_unchanged(
-            sys.executable, variables, "questions:is_odd", 3, Expected(True)
+            sys.executable, variables, "questions:is_odd", 3, UsualAnswer(True)
         )
     assert answer is True
 
