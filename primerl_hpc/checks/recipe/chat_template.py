@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from primerl_hpc.checks.recipe.model_config import find_file
 from primerl_hpc.cluster.load import LoadedProfile
-from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters, UsualAnswer
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.recipe.renderer import COMPARISON, uses_renderer

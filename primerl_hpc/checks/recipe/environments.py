@@ -9,7 +9,7 @@ from typing import Any
 from primerl_hpc.cluster.load import LoadedProfile
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters, UsualAnswer
 from primerl_hpc.common.names import MAIN_PHASE, Kind, Role
 from primerl_hpc.plan.env import process_env
 from primerl_hpc.plan.plan import Plan

@@ -14,7 +14,7 @@ import pytest
 
 from primerl_hpc.common import answers
 from primerl_hpc.common.errors import DataError
-from primerl_hpc.common.interpreters import UsualAnswer, InterpreterError, Interpreters, ask
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters, UsualAnswer, ask
 from tests.support.helpers import ROOT, is_alive, wait_for
 
 QUESTIONS = """
