@@ -35,6 +35,8 @@ from tests.support.group_starts import OWNER, GroupStart  # noqa: E402
 from tests.support.stranger import NOBODY, Command  # noqa: E402
 
 LIMIT_S = 30.0
+MOST_ATTACKS = 8
+"""Tries until the thief connects before the true rank, which depends on what else the machine does."""
 PACKAGE = Path(primerl_hpc.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "allow_pickle"}
 """Modules and arguments that read objects which may contain code."""
@@ -285,7 +287,12 @@ def test_a_stranger_who_takes_the_place_of_a_rank_is_found_and_the_run_ends_with
     thief: Path, tmp_path: Path
 ) -> None:
     """The thief knows all sequence numbers, because listeners start at the first one."""
-    found = attack(thief, tmp_path, (0, 6), GroupStart(max_skipped=1, proof_s=0.5), num_starts=1)
+    for number in range(MOST_ATTACKS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = attack(thief, folder, (0, 6), GroupStart(max_skipped=1, proof_s=0.5), num_starts=1)
+        if found.num_accepted:
+            break
     assert found.num_accepted, "the thief was not fast enough to show anything"
     assert not found.has_run_code
     for outcome in found.outcomes:

@@ -1,6 +1,6 @@
 """Run pytest on several workers, then run alone what failed or did not run, and decide by both.
 
-    python -m tests.support.two_phases --workers 5 -- tests
+    python -m tests.support.two_phases --workers 4 -- tests
 
 Phase 1 is the complete suite on N workers. Phase 2 runs, in one process with no other test at the same time, the
 tests that failed in phase 1 and those that a dead worker left behind. A test that passes in phase 2 is printed as
@@ -293,7 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--most", type=int, default=15, help="failures of phase 1 that phase 2 may clear")
     parser.add_argument("arguments", nargs="*", help="arguments of pytest, after --")
     chosen = parser.parse_args()

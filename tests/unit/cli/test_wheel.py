@@ -67,6 +67,9 @@ def test_every_recipe_profile_and_template_is_in_the_wheel(installed: Path) -> N
 def test_an_installed_package_renders_a_shipped_recipe_from_any_folder(
     installed: Path, tmp_path: Path
 ) -> None:
-    words = "render reverse_text/tiny -p h100x64 --set model.name=owner/model --set warmup=null".split()
+    words = (
+        "plan --scripts reverse_text/tiny -p h100x64 --set model.name=owner/model --set warmup=null".split()
+    )
     script = run_installed(installed, *words, cwd=tmp_path)
-    assert script.startswith("#!/bin/bash\n#SBATCH") and "PYTHONPATH" not in script
+    assert script.startswith("#!/bin/bash\n#SBATCH")
+    assert "/code/1/" in script and str(installed) not in script  # it executes the run's copy

@@ -125,12 +125,15 @@ def test_the_walltime_of_an_engine_is_watched_without_the_shared_folder(
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """Puts SLURM's commands by name before all others. Returns the file with a line per call."""
+    """Puts SLURM's commands by name before all others. Returns the file with a line per call.
+
+    Without accounting, if no other is given: that of a virtual cluster of earlier tests knows jobs of the same number.
+    """
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
     def make(**bodies: str) -> Path:
         (tmp_path / "bin").mkdir()
-        for name, body in bodies.items():
+        for name, body in {"sacct": "exit 1", **bodies}.items():
             command = tmp_path / "bin" / name
             command.write_text(f'#!/bin/sh\necho "{name} $*" >>{tmp_path / "calls"}\n{body}\n')
             command.chmod(0o755)

@@ -832,7 +832,7 @@ def test_an_exit_that_cannot_be_written_down_at_once_counts_all_the_same(toy: To
     toy.run.endpoint(rendezvous_name("trainer-0")).rmdir()
     (toy.run.root / "enough").touch()
     assert toy.end() == (code or ExitCode.DONE)
-    assert [row["process"] for row in toy.events("role_exited")] == ["trainer-0", "orchestrator-0"]
+    assert {row["process"] for row in toy.events("role_exited")} == {"trainer-0", "orchestrator-0"}
 
 
 def test_a_recovery_continues_when_the_run_directory_responds_again(toy: Toy) -> None:
