@@ -75,11 +75,7 @@ def unfolded(text: str) -> str:
 
 # -- every known model on every site ---------------------------------------------------------------
 
-HYBRID = (
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "Qwen/Qwen3.5-27B",
-    "Qwen/Qwen3.5-35B-A3B",
-)
+HYBRID = ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B")
 SITES = tuple(sorted(path.stem for path in (ROOT / "cluster_profiles").glob("*.yaml")))
 
 
