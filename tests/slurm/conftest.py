@@ -75,15 +75,26 @@ def virtual_cluster(shared_folder: Path, disk_of_all_nodes: Path) -> Iterator[Cl
     if up.returncode and not image and shutil.which("slurmctld") is None:
         pytest.skip(f"SLURM cannot be installed here: {up.stderr.strip()}")
     assert up.returncode == 0, up.stdout + up.stderr
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{made.folder / 'bin'}:{os.environ['PATH']}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield made
+    yield made
     made.tool("down", "--purge")
 
 
+@pytest.fixture(autouse=True)
+def commands_of_cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the cluster are found first, unless a module has another one.
+
+    In its tests only: others of this process must not ask it about jobs.
+    """
+    found = shutil.which("sinfo")
+    has_other = found is not None and (Path(found).parents[1] / "holder.pid").exists()
+    if "virtual_cluster" in request.fixturenames and not has_other:
+        folder = request.getfixturevalue("virtual_cluster").folder
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
-def cluster(virtual_cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+def cluster(virtual_cluster: Cluster, commands_of_cluster: None, tmp_path: Path) -> Iterator[Cluster]:
     """The idle cluster. Fails if SLURM has had a run of the test as a job of root."""
     virtual_cluster.wait_until_idle()
     yield virtual_cluster
