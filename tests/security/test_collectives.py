@@ -291,6 +291,7 @@ def test_a_stranger_who_takes_the_place_of_a_rank_is_found_and_the_run_ends_with
         folder = tmp_path / str(number)
         folder.mkdir()
         found = attack(thief, folder, (0, 6), GroupStart(max_skipped=1, proof_s=0.5), num_starts=1)
+        assert not found.has_run_code
         if found.num_accepted:
             break
     assert found.num_accepted, "the thief was not fast enough to show anything"

@@ -36,8 +36,7 @@ from tests.support.serving import Serving  # noqa: E402
 from tests.support.stranger import as_stranger  # noqa: E402
 
 NUM_IDLE, NUM_BUSY = 3000, 600
-MAX_GROWTH = 160 << 20
-"""About 90 kB for each connection that the limit admits; without a limit, the router grew by 1 GiB."""
+MAX_GROWTH = 100 << 20
 FEW = 24
 """Descriptors that a server opens and closes by itself."""
 RUN_LIMIT = SPARE + 1024 + 4 * 4

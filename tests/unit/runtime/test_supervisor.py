@@ -830,9 +830,10 @@ def test_an_exit_that_cannot_be_written_down_at_once_counts_all_the_same(toy: To
     toy.start()
     toy.wait_until_it_says("retrying")
     toy.run.endpoint(rendezvous_name("trainer-0")).rmdir()
+    wait_for(lambda: toy.events("role_exited"), "the trainer's exit to be written down")
     (toy.run.root / "enough").touch()
     assert toy.end() == (code or ExitCode.DONE)
-    assert {row["process"] for row in toy.events("role_exited")} == {"trainer-0", "orchestrator-0"}
+    assert [row["process"] for row in toy.events("role_exited")] == ["trainer-0", "orchestrator-0"]
 
 
 def test_a_recovery_continues_when_the_run_directory_responds_again(toy: Toy) -> None:
