@@ -30,6 +30,8 @@ class ModelFamily:
     """The planner may choose tensor parallelism, because a test divides the family. Others need an explicit degree."""
     is_compiled: bool = False
     """``trainer.compile: auto`` compiles its blocks: no graph break, and equal gradients in tests without a GPU."""
+    has_images: bool = False
+    """Batches with images are trained: it processes them as Qwen-VL does."""
     renderer: str = "auto"
     """Renderer in new recipes, where all models of the family have the same chat format."""
 
@@ -40,18 +42,25 @@ _LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")}
     "self_attn.o_proj": "rows"
 }
 _PLAIN = """
-    apertus arcee cohere cohere2 cohere2_moe cwm deepseek_v2 dots1 ernie4_5 ernie4_5_moe exaone4 gemma glm
-    glm4_moe_lite gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hyperclovax jais2 llama4_text
-    minicpm3 ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe phi qwen2_5_vl qwen2_moe qwen3_vl
-    seed_oss smollm3 starcoder2 vaultgemma
+    afmoe apertus arcee axk1 cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v32 dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe glm_moe_dsa gpt_neox
+    granite granite_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internvl jais2 kimi_k25 laguna llama4
+    llama4_text mellum mimo_v2_flash minicpm3 ministral ministral3 mistral mistral3 mixtral nanochat olmo olmo2 olmo3
+    olmoe phi qwen2_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
 """
-_STATE = "bamba granitemoehybrid lfm2 lfm2_moe nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next"
-_PLANNED = "deepseek_v32 glm_moe_dsa kimi_k2 kimi_k25 qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl_moe"
+_STATE = """
+    bamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    qwen3_next
+"""
+_IMAGES = "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+_PLANNED = "kimi_k2"
 """Families whose memory and time the planner predicts, but that no test compares."""
 
 FAMILIES: Mapping[str, ModelFamily] = {
     **dict.fromkeys(_PLAIN.split(), ModelFamily()),
     **dict.fromkeys(_STATE.split(), ModelFamily(has_state=True)),
+    **dict.fromkeys(_IMAGES.split(), ModelFamily(has_images=True)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ModelFamily(has_images=True, has_state=True)),
     **dict.fromkeys(_PLANNED.split(), ModelFamily(is_compared=False)),
     **dict.fromkeys(("gemma2", "gemma3_text", "glm4", "phi3", "qwen2"), ModelFamily(may_be_divided=True)),
     "deepseek_v3": ModelFamily(tensor_plan=_LATENT, may_be_divided=True, renderer="deepseek-v3"),

@@ -22,7 +22,7 @@ from primerl_hpc.common.files import crc32_of_file, fsync_dir, listed_file
 from primerl_hpc.common.model_files import shards_of_index
 from primerl_hpc.common.names import MAIN_PHASE, Kind
 from primerl_hpc.export.merge import is_adapter, merge_adapter
-from primerl_hpc.export.prediction_layers import add_tensors, prediction_tensors
+from primerl_hpc.export.untrained_tensors import add_tensors, untrained_tensors
 from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.leases import HeldLease, lease_path
 from primerl_hpc.run.rundir import RunDir
@@ -38,7 +38,7 @@ class Exported:
     step: int
     num_files: int
     num_bytes: int
-    num_copied: int = 0  # tensors for multi-token prediction, unchanged from the base model
+    num_copied: int = 0  # tensors that the trainer does not load, unchanged from the base model
 
 
 def export_model(
@@ -70,7 +70,7 @@ def export_model(
             _transfer(listed_file(source, name), listed_file(temporary, name), entry["crc32"], link=link)
             num_bytes += entry["size_bytes"]
         shutil.copyfile(source / MANIFEST, temporary / MANIFEST)
-        copied = {} if is_adapter(source) else _prediction_tensors(run, source)
+        copied = {} if is_adapter(source) else _untrained_tensors(run, source)
         if copied:
             files = add_tensors(copied, temporary)
             num_bytes = sum(entry["size_bytes"] for entry in files)
@@ -87,10 +87,10 @@ def export_model(
     return Exported(to, version, len(files), num_bytes, len(copied))
 
 
-def _prediction_tensors(run: RunDir, version: Path) -> dict[str, Path]:
-    """Return the base model's tensors for multi-token prediction; empty if the model is not on this machine."""
+def _untrained_tensors(run: RunDir, version: Path) -> dict[str, Path]:
+    """Return the base model's tensors that were not trained; empty if the model is not on this machine."""
     base = local_snapshot(load_plan(run).phase(MAIN_PHASE).recipe.model.name)
-    return {} if base is None else prediction_tensors(base, shards_of_index(version))
+    return {} if base is None else untrained_tensors(base, shards_of_index(version))
 
 
 def _merge_in_place(run: RunDir, folder: Path, version: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.model_files import TensorInfo, read_weights
-from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
+from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.weights.filesystem import MANIFEST, manifest_fault
 
 
@@ -35,11 +35,13 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 def check_same_model(
     new: dict[str, TensorInfo], reference: dict[str, TensorInfo], *, is_tied: bool, location: str
 ) -> None:
-    """Raise DataError naming the first tensor that is missing, unknown, or has another shape.
+    """Raise DataError naming the first tensor that is missing, unknown, or has another shape. Towers may be missing.
 
     ``is_tied``: the LM head shares the embedding, so ``lm_head.weight`` may be present or absent on either side.
     """
     optional = {"lm_head.weight"} if is_tied else set()
+    if not any(map(is_tower_tensor, new)):  # the trainer left the towers out
+        optional |= set(filter(is_tower_tensor, reference))
     if missing := sorted(reference.keys() - new.keys() - optional):
         raise DataError(f"{len(missing)} tensors are missing, the first is {missing[0]}", location=location)
     if unknown := sorted(new.keys() - reference.keys() - optional):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl_hpc.common.model_families import family_of
+from primerl_hpc.common.names import Kind
 from primerl_hpc.recipe.schema.cross_checks import DEPRECATED_FP8, ONLINE_FP8
 from primerl_hpc.recipe.schema.model import MAX_SERVED_RANK
 from primerl_hpc.recipe.schema.recipe import InferenceLayout, Recipe
@@ -82,6 +83,7 @@ def engine_args(
         **_adapters(recipe),
         **_kv_transfer(recipe, is_prefill),
         **_of_family(model_config),
+        "language-model-only": _needs_no_tower(recipe, model_config or {}),
     }
     for name, value in inference.extra_args.items():
         key = _key_of(name)
@@ -146,6 +148,14 @@ def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str,
     text = (config or {}).get("text_config") or config or {}
     has_state = family_of(text.get("model_type")).has_state
     return {"no-enable-prefix-caching": True} if is_cpu and has_state else {"enable-prefix-caching": True}
+
+
+def _needs_no_tower(recipe: Recipe, config: Mapping[str, Any]) -> bool:
+    """True for a composite model whose trainer does not load the tower: no image reaches the policy."""
+    layout = recipe.layout.trainer
+    is_shared = layout.context_parallel * layout.tensor_degree > 1
+    is_loaded = recipe.trainer.loads_tower(config.get("model_type"), is_shared=is_shared)
+    return "text_config" in config and recipe.kind == Kind.RL and not is_loaded
 
 
 def _of_family(config: Mapping[str, Any] | None) -> dict[str, str]:

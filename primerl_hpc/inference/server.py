@@ -50,7 +50,7 @@ from primerl_hpc.run.leases import HeldLease
 from primerl_hpc.run.ports import bind_listener, free_ports, listen_host, set_collective_interfaces
 from primerl_hpc.run.rendezvous import meet
 from primerl_hpc.run.rundir import RunDir
-from primerl_hpc.transport.base_models.engine_options import ADJUSTED, check_engine
+from primerl_hpc.transport.base_models.engine_options import ADJUSTED, check_engine, text_family
 from primerl_hpc.transport.base_models.staging import local_copy
 from primerl_hpc.transport.weights.filesystem import MANIFEST
 
@@ -323,7 +323,7 @@ def family_config(recipe: Recipe, model_path: str) -> dict[str, Any]:
         found, _ = PreTrainedConfig.get_config_dict(model_path)
     except (OSError, ValueError):
         return {}
-    is_adjusted = found.get("model_type") in ADJUSTED
+    is_adjusted = text_family(found) in ADJUSTED
     return _model_config(recipe, model_path).to_dict() if is_adjusted else found
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import copy
 import gc
-import importlib.util
 import logging
 import os
 import signal
@@ -19,7 +18,10 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterator
-from importlib.abc import MetaPathFinder
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from primerl_hpc.common.errors import RoleError
@@ -158,19 +160,26 @@ def _engine_args() -> Any:
     return Forked
 
 
-class _ImagesWithoutTorchvision(MetaPathFinder):
-    """Finds transformers' image processor of Qwen2-VL that uses Pillow where the one that uses torchvision is imported.
+class _AnyName(type):
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
 
-    Both modules have the function that vLLM imports for all its Qwen3.5 models, also those without images.
+
+class _TorchvisionNames(MetaPathFinder, Loader):
+    """Finds modules of torchvision whose names stand for nothing.
+
+    vLLM and transformers import it with every model that can process images, also if text alone is served. Images are
+    processed with Pillow, which transformers chooses because it finds no torchvision.
     """
 
-    FOLDER = "transformers.models.qwen2_vl"
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != f"{self.FOLDER}.image_processing_qwen2_vl":
-            return None
-        found = importlib.util.find_spec(f"{self.FOLDER}.image_processing_pil_qwen2_vl")
-        return found and importlib.util.spec_from_file_location(fullname, found.origin)
+        is_part = fullname.partition(".")[0] == "torchvision"
+        return ModuleSpec(fullname, self, is_package=True) if is_part else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, "__getattr__", partial(getattr, _AnyName(module.__name__, (), {})))
 
 
 def prepare_cpu_models() -> None:
@@ -179,10 +188,11 @@ def prepare_cpu_models() -> None:
     vLLM inspects a model's class in a process of its own, so that CUDA is not initialized in this one. That process
     would not have the replacement, and on CPUs there is nothing to avoid.
     """
+    from transformers.utils.import_utils import is_torchvision_available
     from vllm.model_executor.models import registry
 
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.insert(0, _ImagesWithoutTorchvision())
+    if not is_torchvision_available():  # transformers remembers the answer
+        sys.meta_path.append(_TorchvisionNames())
     registry._run_in_subprocess = lambda inspect: inspect()
 
 

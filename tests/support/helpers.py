@@ -113,8 +113,8 @@ def make_tiny_model(
     return out
 
 
-def small_sft(model: Path) -> Recipe:
-    """Return a recipe for tests that build a policy or its trainer and read no data."""
+def small_sft(model: Path, **trainer: Any) -> Recipe:
+    """Return a recipe for tests that build a policy or its trainer and read no data. ``trainer``: keys of that block."""
     return parse_recipe(
         {
             "kind": "sft",
@@ -123,7 +123,7 @@ def small_sft(model: Path) -> Recipe:
             "seq_len": 64,
             "max_steps": 1,
             "sft": {"data": {"path": "none.jsonl"}},
-            "trainer": {"param_dtype": "float32"},
+            "trainer": {"param_dtype": "float32"} | trainer,
         }
     )
 

@@ -19,7 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_models import CAPPED, COMMON, EXPERTS, GROUPS, SCALED, WINDOW_THEN_FULL
+from tests.support.tiny_models import (
+    CAPPED,
+    COMMON,
+    COMPOSITES,
+    DENSE_FIRST,
+    EXPERTS,
+    GROUPS,
+    SCALED,
+    WINDOW_THEN_FULL,
+    PUBLISHED,
+    auto_model,
+    publish,
+)
 
 COUNT = 24  # tokens that are compared
 TOLERANCE = 1e-4  # both sides compute in float32
@@ -96,7 +108,34 @@ SHORT_CONVOLUTION = {
     **TWO_HEADS, "layer_types": ["conv", "full_attention"], "conv_dim": 64, "conv_dim_out": 64,
     "block_dim": 64, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4], "mrope_interleaved": True}}
+GMROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
 MEASURED: dict[str, dict[str, Any]] = {
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": {**DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_vl_moe": {**MOE, **MROPE, "num_experts": 8, "norm_topk_prob": True, "moe_intermediate_size": 128},
+    "gemma3": {**SLIDING, "sliding_window_pattern": 2},
+    "gemma4": {**SLIDING, "pad_token_id": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 16},
+    "gemma4_text": {**SLIDING, **WINDOW_THEN_FULL, "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 101},
+    "llama4": SERVED["llama4_text"],
+    "mistral3": HEAD,
+    "kimi_k25": {},
+    "afmoe": {**MOE, "num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True, "route_scale": 2.0, **WINDOW_THEN_FULL},
+    "laguna": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    "exaone_moe": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "num_experts": 8},
+    "flex_olmo": {**TWO_HEADS, "num_experts": 8, "num_experts_per_tok": 2},
+    "hy_v3": {**MOE, **DENSE_FIRST, "num_experts": 8, "num_shared_experts": 1},
+    "mimo_v2_flash": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "n_routed_experts": 8, "v_head_dim": 32},
+    "solar_open": {**MOE, "n_routed_experts": 8},
+    "olmo_hybrid": DELTA | {"linear_num_value_heads": 2},
+    "jamba": {**TWO_HEADS, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 4},
+    "glm4v": {**HEAD, "rope_parameters": GMROPE},
+    "glm4v_moe": {**MOE, **GROUPS, "rope_parameters": GMROPE},
+    "internvl": HEAD,
+    "qwen3_vl": HEAD | MROPE,
+    "qwen2_5_vl": {**MROPE, "num_attention_heads": 2},
+    "qwen2_vl": {**MROPE, "num_attention_heads": 2},
+    "lfm2_vl": SHORT_CONVOLUTION,
     "granite": SCALED | TWO_HEADS,
     "granite_swa": SCALED | TWO_HEADS,
     "granitemoe": SCALED | TWO_HEADS | SOME_EXPERTS,
@@ -141,7 +180,7 @@ MEASURED: dict[str, dict[str, Any]] = {
 """Families without a test, because the tests have no time for all of them: compare them with the command above."""
 
 HALF = frozenset({
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "olmo_hybrid", "jamba",
     "lfm2", "bamba", "granitemoehybrid", "apertus",
 })  # fmt: skip
 """Families that are compared in bfloat16: vLLM's CPU kernels compute layers with state in no other type, and vLLM keeps
@@ -163,11 +202,16 @@ BYPASSES = {
 
 def make_model(folder: Path, family: str, seed: int) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **SHAPE | (SERVED | MEASURED)[family]), dtype=torch.float32,
+    parts = (SERVED | MEASURED)[family]
+    if family in COMPOSITES:
+        parts = COMPOSITES[family] | {"text_config": COMPOSITES[family]["text_config"] | SHAPE | parts}
+    else:
+        parts = SHAPE | parts
+    model = auto_model(family).from_config(
+        AutoConfig.for_model(family, **parts), dtype=torch.float32,
         attn_implementation="eager" if family in EAGER else None,
     )  # fmt: skip
     buffers = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -177,6 +221,8 @@ def make_model(folder: Path, family: str, seed: int) -> Any:
     if family in HALF:
         model.to(torch.bfloat16)
     model.save_pretrained(folder)
+    if family in PUBLISHED:
+        publish(model, folder, PUBLISHED[family])
     return model.float().eval()
 
 
@@ -203,7 +249,7 @@ def reload_warnings() -> Iterator[list[str]]:
 class Engine:
     """vLLM in this process, with the arguments of a run's engine, for the model in ``folder``."""
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", *, is_composite: bool = False) -> None:
         from vllm import LLM, EngineArgs
 
         from primerl_hpc.inference.engine_args import engine_args
@@ -219,7 +265,7 @@ class Engine:
                 "inference": {
                     "max_model_len": 64,
                     "kv_cache_gib": 2**-6,
-                    "extra_args": {"skip-tokenizer-init": True},
+                    "extra_args": {"skip-tokenizer-init": True, "language-model-only": is_composite},
                 },
             }
         )
@@ -264,7 +310,9 @@ def updated(family: str, folder: Path) -> dict[str, Any]:
     models = [make_model(folder / str(seed), family, seed) for seed in (1, 2)]
     # before the engine is made: vLLM's Transformers backend changes the classes of families that it has no code for
     first, second = (logprobs(model, ids) for model in models)
-    engine = Engine(folder / "1", "bfloat16" if family in HALF else "float32")
+    engine = Engine(
+        folder / "1", "bfloat16" if family in HALF else "float32", is_composite=family in COMPOSITES
+    )
     try:
         found: dict[str, Any] = {"start": engine.difference(first, ids)}
         with reload_warnings() as warnings:

@@ -7,7 +7,7 @@ case.trainer_setup(choice), case.engine_setup(choice), case.workload(choice, run
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -266,6 +266,9 @@ def make_case(
         if not node.gpus:
             raise ConfigError(f"profile '{profile.name}' has no GPUs, and only GPUs are predicted")
     gpus = {side: gpu_spec(node.gpu, location=f"profile '{profile.name}'") for side, node in nodes.items()}
+    is_training = recipe.kind in (Kind.RL, Kind.SFT)
+    if is_training and not recipe.trainer.loads_tower(shape.family, is_shared=False):
+        shape = replace(shape, vision=0)
     return Case(
         recipe,
         shape,

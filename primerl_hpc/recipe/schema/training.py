@@ -23,6 +23,7 @@ from primerl_hpc.common.block import (
     PositiveInt,
     default_type,
 )
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.recipe.schema.run import Checkpoint, KeepBest
 from primerl_hpc.recipe.schema.sft import SFT
 
@@ -268,9 +269,10 @@ class TrainerConfig(Block):
     """For mixtures whose routers add a bias to the score of each expert (DeepSeek-V3, GLM-4 MoE): after each step,
     raise the bias of experts with fewer tokens than the mean by this rate, and lower the others (arXiv 2408.15664,
     which uses 0.001). 0: the biases stay as they are."""
-    vision: Literal["frozen", "trained"] = "frozen"
-    """``trained`` also trains the vision tower of a vision-language model, including its final merger; ``frozen`` does
-    not."""
+    vision: Literal["auto", "frozen", "trained", "none"] = "auto"
+    """The vision tower of a vision-language model. ``trained``: with its final merger; ``frozen``: batches may contain
+    images; ``none``: not loaded. ``auto``: frozen in the Qwen-VL family unless ranks share rows or matrices, else
+    none."""
     max_skipped_steps: PositiveInt = 10
     """A step with a NaN or infinite loss or gradient on any rank is skipped on all ranks. Abort the run after this many
     consecutive skipped steps."""
@@ -302,6 +304,11 @@ class TrainerConfig(Block):
             )
         return self
 
+    def loads_tower(self, model_type: object, *, is_shared: bool) -> bool:
+        """True if the trainer loads the family's vision tower. ``is_shared``: ranks share rows or matrices."""
+        is_possible = family_of(model_type).has_images and not is_shared
+        return self.vision in TOWER_KEYS or (self.vision == "auto" and is_possible)
+
     @property
     def full_training_key(self) -> str | None:
         """A key that is set and has no meaning for adapters."""
@@ -310,6 +317,8 @@ class TrainerConfig(Block):
         return next((key for key, is_set in keys.items() if is_set), None)
 
 
+TOWER_KEYS = ("frozen", "trained")
+"""Values of ``trainer.vision`` that ask for the tower."""
 ABSORBED = "kv_b_proj"
 """Projection of multi-head latent attention (DeepSeek V2, V3; GLM-4 MoE Lite) that vLLM absorbs into other matrices."""
 

@@ -3,7 +3,7 @@
 Models run by transformers' own code; this module holds what the trainer needs in addition. The facts of a family are in
 the table of `common/model_families.py`. Code of a new family:
 
-- `decoder_blocks`, `check_head`, `check_layers`, `check_rope`: models that would be trained wrongly are refused;
+- `decoder_blocks`, `check_head`, `check_layers`, `check_sharing`, `check_rope`: models that would be trained wrongly are refused;
 - `logit_form`, `head_bias`, `prepare_attention`: what a family adds to its head's matrix and to attention;
 - `group_sources`, `convert`, `file_tensors`: names and shapes of tensors in files and in the model;
 - `parameters_in_float32`: tensors that engines read as float32 whatever the model's type;
@@ -16,8 +16,9 @@ The experts interface itself is read in `parallel.expert.expert_modules`, images
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.model.recurrent.by_sample import run_by_sample
 from primerl_hpc.trainer.parallel.attention import CHUNK, PACKING, TEMPERATURE
 from primerl_hpc.trainer.parallel.fused_experts import FusedExperts
+from primerl_hpc.trainer.parallel.indexed import index_packed_rows
 from primerl_hpc.trainer.parallel.mesh import World
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -55,14 +57,16 @@ class DecoderBlock(nn.Module):
 
 
 def decoder_of(hf: PreTrainedModel) -> nn.Module:
-    """Return the model without its head. In Llama 4's text model the prefix names no attribute."""
-    return getattr(hf, "model", hf) if hf.base_model is hf else hf.base_model
+    """Return the model without head and towers. In Llama 4 the prefix names no attribute."""
+    model: Any = hf
+    for name in (hf.base_model_prefix, "model", "language_model", "model"):
+        model = getattr(model, name, model)
+    return model
 
 
 def decoder_blocks(hf: PreTrainedModel) -> list[DecoderBlock]:
     """Return the decoder's layers. Raises ConfigError for an architecture that has no list of them."""
-    decoder = decoder_of(hf)
-    layers = getattr(getattr(decoder, "language_model", decoder), "layers", None)
+    layers = getattr(decoder_of(hf), "layers", None)
     if layers is None:
         raise ConfigError(
             f"{type(hf).__name__} has no list of decoder layers: this architecture is not supported"
@@ -100,14 +104,26 @@ def logit_form(config: PreTrainedConfig) -> tuple[float, float | None]:
     return scale / (getattr(config, "logits_scaling", None) or 1.0), cap
 
 
-def check_state(config: PreTrainedConfig, world: World, name: str) -> None:
-    """Raise ConfigError if ranks would share matrices of layers with state. ``config``: that of the text."""
-    if family_of(config.model_type).has_state and world.tensor_size > 1:
-        raise ConfigError(
-            f"layout.trainer.tensor_parallel is {world.tensor_size}, but model {name} has layers that carry state "
-            "along a row",
-            hint="set it to 1",
-        )
+def check_sharing(config: PreTrainedConfig, world: World, name: str) -> None:
+    """Raise ConfigError if ranks would share matrices or rows that must be whole. ``config``: that of the text."""
+    reasons = {
+        "tensor": {
+            "layers that carry state along a row": family_of(config.model_type).has_state,
+            "embeddings of each layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
+            "layers whose keys an indexer chooses": is_indexed(config),
+        },
+        "context": {"layers whose keys an indexer chooses": is_indexed(config)},
+    }
+    for axis, size in (("tensor", world.tensor_size), ("context", world.context_size)):
+        reason = next((what for what, holds in reasons[axis].items() if holds), "")
+        if reason and size > 1:
+            raise ConfigError(
+                f"layout.trainer.{axis}_parallel is {size}, but model {name} has {reason}", hint="set it to 1"
+            )
+
+
+def is_indexed(config: PreTrainedConfig) -> bool:
+    return bool(INDEXED_LAYERS & set(getattr(config, "layer_types", None) or ()))
 
 
 def check_layers(blocks: Sequence[nn.Module], config: PreTrainedConfig, name: str) -> None:
@@ -117,17 +133,13 @@ def check_layers(blocks: Sequence[nn.Module], config: PreTrainedConfig, name: st
     """
     if family_of(config.model_type).has_state:
         return
-    unsupported = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    unsupported = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS - INDEXED_LAYERS
     if not unsupported and any(
         isinstance(module, nn.Conv1d) for block in blocks for module in block.modules()
     ):
         unsupported = {"convolution"}
     if unsupported:
-        is_indexed = min(unsupported) in INDEXED_LAYERS
-        reason = ", whose tokens are chosen by an indexer" if is_indexed else ""
-        raise ConfigError(
-            f"model {name} has {min(unsupported)} layers{reason}, which this version does not train"
-        )
+        raise ConfigError(f"model {name} has {min(unsupported)} layers, which this version does not train")
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -143,6 +155,8 @@ def prepare_attention(blocks: Sequence[nn.Module], config: PreTrainedConfig) -> 
     if family_of(config.model_type).has_state:
         run_by_sample(blocks)
     kinds = getattr(config, "layer_types", None) or ()
+    if is_indexed(config):
+        index_packed_rows(blocks)
     for block, kind in zip(blocks, kinds, strict=False):
         attention: Any = getattr(block, "self_attn", None)
         if kind == "chunked_attention":
@@ -206,9 +220,11 @@ def check_rope(config: PreTrainedConfig, recipe: Recipe) -> None:
 # -- tensor names ----------------------------------------------------------------------------------
 
 
-def group_sources(
-    hf: PreTrainedModel, keys: list[str]
-) -> dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]]:
+Groups = Mapping[str, tuple[WeightConverter | None, list[tuple[str, str]]]]
+"""For each tensor of a model its conversion (or None) and its file tensors, with the pattern that each matched."""
+
+
+def group_sources(hf: PreTrainedModel, keys: list[str]) -> Groups:
     """Map each model tensor to its conversion (or None) and its file tensors, with the pattern that each matched."""
     transforms = get_model_conversion_mapping(hf)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -240,14 +256,59 @@ def convert(converter: WeightConverter, target: str, hf: PreTrainedModel) -> dic
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
+@dataclass(frozen=True)
+class PublishedNames:
+    """The names and layout in the files that a model was loaded from; transformers would write others for some."""
+
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Names in the files by name in the model, for tensors that the files hold as the model does."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Names in the files by the names that transformers writes, for parts of tensors that the model joins."""
+    transposed: frozenset[str] = frozenset()
+    """Names in the model of tensors whose last two axes are exchanged in the files (Qwen3-VL-MoE)."""
+
+
+def remember_names(hf: PreTrainedModel, groups: Groups, shapes: Callable[[str], list[int]]) -> None:
+    """Let `file_tensors` return the names of the files that ``groups`` describes. ``shapes``: of their tensors."""
+    whole, joined, keys, transposed, known = {}, {}, [], set(), hf.state_dict()
+    for target, (converter, sources) in groups.items():
+        if target not in known:
+            continue
+        if len(sources) > 1:
+            joined[target] = torch.empty(known[target].shape, device="meta")
+            keys += [key for key, _ in sources]
+            continue
+        whole[target] = sources[0][0]
+        if converter is not None and shapes(sources[0][0]) != list(known[target].shape):
+            transposed.add(target)
+    written = standard_tensors(hf, joined)
+    parts = dict(zip(sorted(written, key=_natural), sorted(keys, key=_natural), strict=True))
+    hf.published_names = PublishedNames(whole, parts, frozenset(transposed))
+
+
 def file_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's full tensors under the names of its files, which engines know: experts one by one."""
-    return revert_weight_conversion(hf, tensors)
+    """Return the model's full tensors under the names of its files, which engines know: experts one by one.
+
+    Tensors that were not read from a file (random weights) have the names that transformers would write.
+    """
+    published = getattr(hf, "published_names", PublishedNames())
+    found = {
+        published.whole[name]: value.transpose(1, 2).contiguous() if name in published.transposed else value
+        for name, value in tensors.items()
+        if name in published.whole
+    }
+    others = standard_tensors(hf, {name: each for name, each in tensors.items() if name not in published.whole})
+    return found | {published.parts.get(name, name): value for name, value in others.items()}
+
+
+def standard_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors, or adapters of them, under the names that transformers writes."""
+    return revert_weight_conversion(hf, tensors) if tensors else {}
 
 
 def has_separate_experts(hf: PreTrainedModel, path: str, experts: FusedExperts) -> bool:
     """True if files of this family hold one matrix for each expert of the module ``experts`` at ``path``."""
-    in_files = file_tensors(hf, {f"{path}.down_proj": experts.down_proj})
+    in_files = standard_tensors(hf, {f"{path}.down_proj": experts.down_proj})
     return all(key.endswith(".weight") and value.ndim == 2 for key, value in in_files.items())
 
 

@@ -48,8 +48,7 @@ def float32_modules(
 
 def text_modules(hf: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of the decoder, without a vision tower."""
-    decoder = decoder_of(hf)
-    return list(getattr(decoder, "language_model", decoder).modules())
+    return list(decoder_of(hf).modules())
 
 
 def is_norm(module: nn.Module) -> bool:

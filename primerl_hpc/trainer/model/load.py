@@ -26,9 +26,9 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.common.files import read_json
 from primerl_hpc.common.model_files import INDEX, tensor_files
 from primerl_hpc.common.safety.decoding import decoding
-from primerl_hpc.trainer.model.families import convert, group_sources
+from primerl_hpc.trainer.model.families import convert, group_sources, remember_names
 from primerl_hpc.trainer.parallel.mesh import local_slice, to_local
-from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
+from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.base_models.quantized import StoredTensors, check_readable, quantization_of
 
 RANDOM_STD = 0.02
@@ -53,11 +53,13 @@ def load_weights(hf: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], fol
         handles = {path: stack.enter_context(_opened(path)) for path in sorted(set(files.values()))}
         stored = StoredTensors(files, handles, quantization)
         groups = group_sources(hf, stored.names)
+        remember_names(hf, groups, lambda key: list(stored.slice(key).get_shape()))
         progress = Progress(len(groups)) if quantization else None
         for target, (converter, sources) in groups.items():
             if progress is not None:
                 progress.count(target)
-            if target not in targets and is_prediction_tensor(sources[0][0], config):
+            first = sources[0][0]
+            if target not in targets and (is_prediction_tensor(first, config) or is_tower_tensor(first)):
                 continue
             slices: dict[str, Any] = {key: stored.slice(key) for key, _ in sources}
             if converter is None and target not in targets:

@@ -27,6 +27,7 @@ from primerl_hpc.common.errors import ConfigError, DataError
 from primerl_hpc.common.model_families import ALIASES, check_family, family_of
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.training import TOWER_KEYS
 from primerl_hpc.trainer.batch import ForwardInputs
 from primerl_hpc.trainer.fp8.layers import apply_fp8
 from primerl_hpc.trainer.fp8.products import format_of
@@ -35,7 +36,7 @@ from primerl_hpc.trainer.model.families import (
     check_head,
     check_layers,
     check_rope,
-    check_state,
+    check_sharing,
     decoder_blocks,
     decoder_of,
     fused_sizes,
@@ -131,8 +132,12 @@ class Policy(nn.Module):
         if self.vision is not None:
             inputs = self.vision.inputs(input_ids, packing, images)
         elif images is not None:
-            raise DataError(f"rollouts contain images, but {type(self.hf).__name__} is a text-only model")
-        hidden = decoder_of(self.hf)(
+            raise DataError(
+                f"rollouts contain images, but no tower of {type(self.hf).__name__} is loaded",
+                hint="use a model of the Qwen-VL family, and leave out trainer.vision none",
+            )
+        model = decoder_of(self.hf) if self.vision is None else self.vision.model
+        hidden = model(
             input_ids=pad(input_ids, self.context)[:, packing.own], use_cache=False, packing=packing, **inputs
         ).last_hidden_state
         if self.vision is not None and self.vision.is_trained and images is None:
@@ -240,16 +245,10 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     """
     config = read_config(folder, recipe)
     check_rope(config.get_text_config(), recipe)
-    check_state(config.get_text_config(), world, recipe.model.name)
+    check_sharing(config.get_text_config(), world, recipe.model.name)
     hf = build_on_meta(config, recipe)
     blocks = decoder_blocks(hf)
-    vision = vision_of(hf, recipe.model.name, is_trained=recipe.trainer.vision == "trained")
-    for axis, size in (("context", world.context_size), ("tensor", world.tensor_size)):
-        if vision is not None and size > 1:
-            raise ConfigError(
-                f"layout.trainer.{axis}_parallel is {size}, but ranks cannot share rows with images",
-                hint="set it to 1",
-            )
+    vision = choose_vision(hf, recipe, world)
     if recipe.lora is not None:
         attach_adapters(hf, blocks, recipe.lora)
     dtype = PARAM_DTYPES[recipe.trainer.param_dtype]
@@ -317,6 +316,25 @@ def build_on_meta(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
     if not recipe.keeps_dropout:
         remove_dropout_from_modules(hf)
     return hf
+
+
+def choose_vision(hf: PreTrainedModel, recipe: Recipe, world: World) -> Vision | None:
+    """Return the vision inputs, or leave the towers out. Raises ConfigError for images that cannot be trained."""
+    family, key = str(hf.config.model_type), recipe.trainer.vision
+    for axis, size in (("context", world.context_size), ("tensor", world.tensor_size)):
+        if size > 1 and key in TOWER_KEYS:
+            raise ConfigError(
+                f"layout.trainer.{axis}_parallel is {size}, but ranks cannot share rows with images",
+                hint="set it to 1, or trainer.vision to none if there are no images",
+            )
+    if key in TOWER_KEYS and not family_of(family).has_images:
+        raise ConfigError(
+            f"trainer.vision is {key}, but this version does not train model {recipe.model.name} with images",
+            hint="set it to auto, or use a model of the Qwen-VL family",
+        )
+    is_shared = world.context_size * world.tensor_size > 1
+    is_loaded = recipe.trainer.loads_tower(family, is_shared=is_shared)
+    return vision_of(hf, is_loaded=is_loaded, is_trained=key == "trained")
 
 
 def apply_expert_parallel(hf: PreTrainedModel, recipe: Recipe, world: World) -> DeviceMesh | None:

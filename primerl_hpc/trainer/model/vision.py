@@ -1,4 +1,7 @@
-"""Vision-language models of the Qwen-VL family: inputs of their forward in addition to packed text.
+"""Models with towers for images or sound: text alone is trained, or, in the Qwen-VL family, images too.
+
+A model is built as its checkpoint is published, so tensors have the published names; a tower that no batch needs is then
+left out, and never loaded. Files, engines and exports keep it.
 
 An image's tokens have positions in time, height and width (M-RoPE) by the model's own rule, applied sample by sample.
 The vision tower is in FSDP's root group, so ranks without images need no extra collective; if the tower is trained,
@@ -14,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -22,37 +24,47 @@ from transformers import (
     PreTrainedModel,
 )
 
-from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.trainer.batch import ImageBatch
+from primerl_hpc.trainer.model.families import decoder_of
 from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME
 from primerl_hpc.trainer.parallel.context import Packing
 
 TOWER = "visual"
 
 
-def takes_images(config: PreTrainedConfig) -> bool:
-    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not is_text
-
-
 def auto_class(config: PreTrainedConfig) -> tuple[type, str | dict[str, str]]:
     """Return the auto class that builds the model, and the attention of its parts."""
-    if takes_images(config):
-        return AutoModelForImageTextToText, {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
-    return AutoModelForCausalLM, ATTENTION_NAME
+    if config.get_text_config() is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM, ATTENTION_NAME
+    return AutoModelForImageTextToText, {
+        part: ATTENTION_NAME if part == "text_config" else "sdpa" for part in config.sub_configs
+    }
 
 
-def vision_of(hf: PreTrainedModel, name: str, *, is_trained: bool) -> Vision | None:
-    """Return the vision inputs; None for a text-only model. Raises ConfigError if images work differently."""
-    if not takes_images(hf.config):
-        return None
+def vision_of(hf: PreTrainedModel, *, is_loaded: bool, is_trained: bool) -> Vision | None:
+    """Return the vision inputs of a model whose tower is loaded; otherwise leave its towers out and return None."""
     model = hf.base_model
-    if not is_vision_language_model(model):
-        raise ConfigError(
-            f"model {name} processes images in a way that this version does not support",
-            hint="use a model of the Qwen-VL family",
-        )
-    return Vision(model, is_trained=is_trained)
+    if is_loaded and is_vision_language_model(model):
+        return Vision(model, is_trained=is_trained)
+    if hf.config.get_text_config() is not hf.config:
+        leave_out_towers(hf)
+    return None
+
+
+def leave_out_towers(hf: PreTrainedModel) -> None:
+    """Delete every module of ``hf`` that neither belongs to its decoder or head nor contains them."""
+    parts = (decoder_of(hf), hf.get_output_embeddings())
+    kept = {id(module) for part in parts if part is not None for module in part.modules()}
+
+    def prune(module: nn.Module) -> None:
+        for name, child in list(module.named_children()):
+            if id(child) not in kept:
+                if any(id(part) in kept for part in child.modules()):
+                    prune(child)
+                else:
+                    delattr(module, name)
+
+    prune(hf)
 
 
 class VisionLanguageModel(nn.Module):

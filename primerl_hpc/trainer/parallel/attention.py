@@ -22,11 +22,12 @@ from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.trainer.parallel.context import Context, Packing
 from primerl_hpc.trainer.parallel.dispatch import AllToAll
 from primerl_hpc.trainer.parallel.flash import States, compiled_flash_attention, flash_attention
+from primerl_hpc.trainer.parallel.indexed import indexed_attention
 from primerl_hpc.trainer.parallel.ring import ring_attention
 
 ATTENTION_NAME = "primerl_packed"
 VARLEN = "varlen"
-SCORE_CHANGES = ("position_bias", "indices", "block_indices")
+SCORE_CHANGES = ("position_bias", "block_indices")
 """Arguments that some families pass to their attention. A mask is refused too: transformers builds the usual ones only
 for its own implementations."""
 
@@ -52,12 +53,13 @@ def packed_attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     packing: Packing | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, n, heads, D_v].
 
     ``s_aux`` [heads]: learned sinks, a logit in each head's denominator that has no value. ``softcap``: see
-    `ring_attention`. Raises ConfigError if the model requests changed scores or hidden keys that this function does not
+    `ring_attention`. ``indices``: see `indexed`. Raises ConfigError if the model requests changed scores or hidden keys that this function does not
     compute.
     """
     packing = packing or getattr(module, PACKING, None)
@@ -67,6 +69,8 @@ def packed_attention(
             "this model family cannot be trained on packed rows",
             hint="set model.attention to flash_attention_2 on a GPU",
         )
+    if indices is not None:
+        attention_mask = None  # that of `indexed`
     passed = {"attention_mask": attention_mask} | {key: others.get(key) for key in SCORE_CHANGES}
     if unsupported := [key for key, value in passed.items() if value is not None]:
         raise ConfigError(
@@ -74,6 +78,8 @@ def packed_attention(
             "does not train"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if indices is not None and indices.shape[-1]:
+        return indexed_attention(States(query, key, value), indices, packing, scale), None
     chunk, tuning = getattr(module, CHUNK, None), getattr(module, TEMPERATURE, None)
     if tuning is not None:
         query = (query * position_scales(packing, *tuning)).to(query.dtype)
@@ -109,7 +115,7 @@ def any_attention(
     if sinks is not None and len(sinks) > query.shape[1]:  # tensor parallelism: of this rank's heads
         sinks = sinks[context.tensor.part_of(len(sinks))]
     if context.style == "ring" and context.size > 1:
-        return ring_attention(states, packing, scale, window, sinks, cap).transpose(1, 2)
+        return ring_attention(states, packing, scale, window, sinks, cap).transpose(1, 2).contiguous()
     if context.size > 1:
         key, value = (repeat_heads(heads, context.size) for heads in (key, value))
         query, key, value = (to_heads(part, context) for part in (query, key, value))
@@ -118,7 +124,7 @@ def any_attention(
     out = full_rows(States(query, key, value), packing, scale, dropout, window, sinks, cap)
     if context.size > 1:
         out = to_tokens(out, context)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).contiguous()  # some families view it as [B, n, heads · D_v]
 
 
 OUTSIDE_GRAPHS: Any = torch.compiler.disable(any_attention)

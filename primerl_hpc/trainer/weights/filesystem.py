@@ -28,7 +28,7 @@ from primerl_hpc.common.files import write_json
 from primerl_hpc.recipe.schema.training import LoRA
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import STABLE
-from primerl_hpc.trainer.model.families import file_tensors, parameters_in_float32
+from primerl_hpc.trainer.model.families import file_tensors, parameters_in_float32, standard_tensors
 from primerl_hpc.trainer.model.policy import Policy
 from primerl_hpc.trainer.parallel.expert import expert_modules
 from primerl_hpc.trainer.parallel.mesh import to_local
@@ -272,7 +272,7 @@ def export_adapters(
         tensors = {
             f"{ADAPTER_PREFIX}{name.removesuffix('weight')}{side}.weight": value.contiguous()
             for side, part in sides.items()
-            for name, value in file_tensors(policy.hf, part).items()
+            for name, value in standard_tensors(policy.hf, part).items()
         }
         is_mixture = bool(expert_modules(policy.hf))
         writer = WeightWriter(run, version)

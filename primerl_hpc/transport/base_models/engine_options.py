@@ -24,9 +24,14 @@ BIASED_CHOICE = {
 groups of experts it reads neither ``e_score_correction_bias`` nor scores other than softmax). GPUs have other code."""
 
 
+def text_family(config: Mapping[str, Any]) -> object:
+    """Return the ``model_type`` of the part of a model that computes text."""
+    return (config.get("text_config") or config).get("model_type")
+
+
 def engine_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return options of vLLM by name, without dashes in front, for a model with this configuration."""
-    family = config.get("model_type")
+    family = text_family(config)
     if family in _WIDER_WINDOW and (window := config.get("sliding_window")):
         # vLLM attends to `sliding_window` tokens before the current one, transformers counts the current one too
         return {"hf-overrides": {"sliding_window": window - 1}}

@@ -85,7 +85,7 @@ def _forward(
 ) -> Tensor:
     """Return what ``own`` computes for [B, n, H], sample by sample. Its other arguments are caches and masks."""
     packing: Packing = layer.packing_of_block
-    if hasattr(layer.out_proj, "lora_A"):
+    if hasattr(getattr(layer, "out_proj", None), "lora_A"):
         layer.training = (
             False  # a training kernel of Mamba2 multiplies by the projection's weight, without its adapter
         )

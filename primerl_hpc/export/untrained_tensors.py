@@ -1,6 +1,6 @@
-"""Layers for multi-token prediction in exports: copied from the base model, because the trainer does not load them.
+"""Multi-token prediction and towers in exports: copied from the base model, because the trainer does not load them.
 
-    names = prediction_tensors(base, trained)     # by the files' names; empty for most models
+    names = untrained_tensors(base, trained)     # by the files' names; empty for most models
     add_tensors(names, folder)                    # a file of their own, in the index and the manifest of ``folder``
 
 Their bytes are copied as they are, so torch is not needed.
@@ -16,16 +16,16 @@ from typing import Any
 
 from primerl_hpc.common.files import crc32_of_file, read_json, write_json
 from primerl_hpc.common.model_files import INDEX, TensorEntry, file_header, tensor_files
-from primerl_hpc.transport.base_models.prediction import is_prediction_tensor
+from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.base_models.quantized import quantization_of
 from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter, manifest_files
 
-FILE = "model-mtp.safetensors"
+FILE = "model-untrained.safetensors"
 CHUNK_BYTES = 1 << 22
 
 
-def prediction_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
-    """Map tensors for multi-token prediction in the folder ``base`` to their files, unless they are ``trained``.
+def untrained_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
+    """Map tensors of the folder ``base`` that the trainer does not load to their files, unless they are ``trained``.
 
     Empty for a quantized base model, whose bytes an export in another type cannot hold.
     """
@@ -36,7 +36,7 @@ def prediction_tensors(base: Path, trained: Iterable[str]) -> dict[str, Path]:
     return {
         name: path
         for name, path in stored.items()
-        if name not in known and is_prediction_tensor(name, config)
+        if name not in known and (is_prediction_tensor(name, config) or is_tower_tensor(name))
     }
 
 

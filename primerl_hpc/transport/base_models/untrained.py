@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction in a model's files, which the trainer does not load."""
+"""Tensors in a model's files that the trainer does not load: multi-token prediction, and towers that it leaves out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
 _MODULE = re.compile(r"^(?:model\.)?mtp[._]")
+_TOWER = re.compile(
+    r"^(?:model\.)?(?:visual|(?:vision|audio)_(?:tower|model)|multi_modal_projector|mm_projector|embed_(?:vision|audio))\."
+)
 
 
 def is_prediction_tensor(name: str, config: Mapping[str, Any]) -> bool:
@@ -22,3 +25,12 @@ def is_prediction_tensor(name: str, config: Mapping[str, Any]) -> bool:
     match = _LAYER.match(name)
     is_after = match is not None and isinstance(num_layers, int) and int(match[1]) >= num_layers
     return is_after or _MODULE.match(name) is not None
+
+
+def is_tower_tensor(name: str) -> bool:
+    """True for a tensor of a tower for images or sound, or of what projects its output.
+
+    >>> is_tower_tensor("model.visual.blocks.0.norm1.weight"), is_tower_tensor("model.language_model.norm.weight")
+    (True, False)
+    """
+    return _TOWER.match(name) is not None
