@@ -43,16 +43,17 @@ _LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")}
 }
 _PLAIN = """
     afmoe apertus arcee axk1 cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v32 dots1 ernie4_5 ernie4_5_moe
-    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe glm_moe_dsa gpt_neox
-    granite granite_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internvl jais2 kimi_k25 laguna llama4
-    llama4_text mellum mimo_v2_flash minicpm3 ministral ministral3 mistral mistral3 mixtral nanochat olmo olmo2 olmo3
-    olmoe phi qwen2_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe glm_moe_dsa
+    gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internvl jais2 laguna
+    llama4 llama4_text mellum mimo_v2_flash minicpm3 ministral mistral3 nanochat olmo olmo2 olmo3 olmoe phi
+    qwen2_moe solar_open starcoder2 vaultgemma youtu
 """
+_DIVIDED = "gemma2 gemma3_text glm4 kimi_k25 ministral3 mistral mixtral phi3 qwen2 seed_oss smollm3"
 _STATE = """
     bamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
     qwen3_next
 """
-_IMAGES = "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+_IMAGES = "qwen2_5_vl qwen2_vl qwen3_vl"
 _PLANNED = "kimi_k2"
 """Families whose memory and time the planner predicts, but that no test compares."""
 
@@ -62,7 +63,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
     **dict.fromkeys(_IMAGES.split(), ModelFamily(has_images=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ModelFamily(has_images=True, has_state=True)),
     **dict.fromkeys(_PLANNED.split(), ModelFamily(is_compared=False)),
-    **dict.fromkeys(("gemma2", "gemma3_text", "glm4", "phi3", "qwen2"), ModelFamily(may_be_divided=True)),
+    **dict.fromkeys(_DIVIDED.split(), ModelFamily(may_be_divided=True)),
+    "qwen3_vl_moe": ModelFamily(has_images=True, may_be_divided=True),
     "deepseek_v3": ModelFamily(tensor_plan=_LATENT, may_be_divided=True, renderer="deepseek-v3"),
     "glm4_moe": ModelFamily(may_be_divided=True, renderer="glm-4.5"),
     "gpt_oss": ModelFamily(tensor_plan=_ATTENTION, may_be_divided=True, renderer="gpt-oss"),

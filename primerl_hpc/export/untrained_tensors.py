@@ -16,8 +16,8 @@ from typing import Any
 
 from primerl_hpc.common.files import crc32_of_file, read_json, write_json
 from primerl_hpc.common.model_files import INDEX, TensorEntry, file_header, tensor_files
-from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.base_models.quantized import quantization_of
+from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.weights.filesystem import MANIFEST, WeightWriter, manifest_files
 
 FILE = "model-untrained.safetensors"

@@ -43,14 +43,14 @@ ATTENTIONS = ("qwen3", "llama", "deepseek_v3", "gpt_oss", "gemma2", "llama4_text
 STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2")
 """Families with layers that carry state along a row."""
 ALL_AXES = ("expert", "tensor", "ulysses", "ring")
-DENSE_AXES = ALL_AXES[1:]
+DENSE_AXES, EXPERT_AXES = ALL_AXES[1:], ("expert", "ulysses", "ring")
 PUBLISHED = {
-    "afmoe": ("expert", "ulysses", "ring"), "laguna": ALL_AXES, "minimax_m2": ("expert", "ulysses", "ring"), "glm_moe_dsa": ("expert",),
+    "afmoe": EXPERT_AXES, "laguna": ALL_AXES, "minimax_m2": EXPERT_AXES, "glm_moe_dsa": ("expert",),
     "deepseek_v32": ("expert",), "exaone_moe": ALL_AXES, "hy_v3": ALL_AXES, "solar_open": ALL_AXES,
     "mixtral": ALL_AXES, "gemma3": DENSE_AXES, "gemma4": ("ulysses", "ring"), "mistral3": DENSE_AXES,
     "llama4": DENSE_AXES, "qwen3_vl_moe": ALL_AXES, "kimi_k25": ALL_AXES, "qwen3_5": ("ulysses", "ring"),
-    "qwen3_5_moe": ("expert", "ulysses", "ring"), "kimi_linear": ("expert",), "olmo_hybrid": ("shard",),
-    "ministral3": DENSE_AXES, "mistral": DENSE_AXES, "seed_oss": DENSE_AXES, "smollm3": DENSE_AXES,
+    "qwen3_5_moe": EXPERT_AXES, "kimi_linear": ("expert",), "olmo_hybrid": ("shard",), "ministral3": DENSE_AXES,
+    "mistral": DENSE_AXES, "seed_oss": DENSE_AXES, "smollm3": DENSE_AXES,
 }  # fmt: skip
 """Axes of families that users bring most, beside those above."""
 REFERENCES = (*FAMILIES, *DIVIDED, "llama4_text", *STATEFUL, *PUBLISHED)
@@ -416,7 +416,9 @@ def covering(named: dict[str, dict[str, Any]]) -> set[str]:
 
 
 TRAINED = {name: case for name, case in LAYOUTS.items() if name not in REFUSED}
-COVERING = covering(TRAINED)
+COVERING = covering({name: case for name, case in TRAINED.items() if name not in OF_PUBLISHED}) | {
+    "afmoe-expert-2", "minimax_m2-expert-2", "glm_moe_dsa-expert-2", "gemma4-ulysses-2", "qwen3_vl_moe-tensor-2",
+}  # fmt: skip
 
 
 def slow_unless(name: str, *in_gate: str) -> Any:
@@ -447,7 +449,11 @@ def all_cases() -> dict[str, dict[str, Any]]:
         named[name] = case
     named["tied-1"], named["lora-tied-1"] = {**TIED, "ranks": 1}, {**TIED_LORA, "ranks": 1}
     for family in REFERENCES:
-        named[f"{family}-rl"] = {"model": family, "ranks": 1, **(WITHOUT_TOWER if family in PUBLISHED else {})}
+        named[f"{family}-rl"] = {
+            "model": family,
+            "ranks": 1,
+            **(WITHOUT_TOWER if family in PUBLISHED else {}),
+        }
     named["gspo-1"] = {"model": "llama", "ranks": 1, "loss": {"type": "gspo"}}
     named["custom-1"] = {**CUSTOM, "ranks": 1}
     named["replay-1"] = {**REPLAY, "ranks": 1}

@@ -33,8 +33,8 @@ TRUE_WARNINGS = {
 """Warnings of vLLM's reload about the parameter that the model copies past its loader, by case of `BYPASSES`."""
 
 
-IN_GATE = ("qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "nemotron_h")
-"""One family of each kind of attention and layer: plain, sliding, fused matrices, experts, fused experts, state."""
+IN_GATE = ("qwen3", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "nemotron_h")
+"""One family of each kind of attention and layer: plain, sliding and without its tower, fused matrices, experts, fused experts, state."""
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def make_tiny_model(
 
 
 def small_sft(model: Path, **trainer: Any) -> Recipe:
-    """Return a recipe for tests that build a policy or its trainer and read no data. ``trainer``: keys of that block."""
+    """Return a recipe for tests that build a policy or its trainer and read no data. ``trainer``: of its keys."""
     return parse_recipe(
         {
             "kind": "sft",

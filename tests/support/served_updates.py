@@ -23,12 +23,11 @@ from tests.support.tiny_models import (
     CAPPED,
     COMMON,
     COMPOSITES,
-    DENSE_FIRST,
     EXPERTS,
     GROUPS,
+    PUBLISHED,
     SCALED,
     WINDOW_THEN_FULL,
-    PUBLISHED,
     auto_model,
     publish,
 )
@@ -49,8 +48,19 @@ DELTA = {
     **HEAD, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
+MROPE = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4], "mrope_interleaved": True,
+    }
+}  # fmt: skip
 # every token uses all experts: in bfloat16, another rounding may choose another expert
 ALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+
+LLAMA4 = {
+    "head_dim": 32, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 128, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5,
+}  # fmt: skip
 
 SERVED: dict[str, dict[str, Any]] = {
     "qwen3": {**HEAD, "tie_word_embeddings": True},
@@ -78,16 +88,24 @@ SERVED: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MOE, **GROUPS},
     "dots1": {**MOE, **GROUPS},
     "gpt_oss": {**SLIDING, "num_experts_per_tok": 2, "num_local_experts": 8},
+    "afmoe": {
+        **MOE, **WINDOW_THEN_FULL, "num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+        "route_scale": 2.0,
+    },
+    "flex_olmo": {"num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
+    "solar_open": {**MOE, "n_routed_experts": 8},
+    "gemma4_text": {
+        **SLIDING, **WINDOW_THEN_FULL, "global_head_dim": 32, "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 101,
+    },
     # vLLM computes them otherwise without our `engine_options`
     "cohere2": {
         "num_attention_heads": 2, "logit_scale": 0.25, "sliding_window_pattern": 2, **WINDOW_THEN_FULL,
     },
-    "llama4_text": {
-        "head_dim": 32, "intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2, "layer_types": ["chunked_attention", "full_attention"],
-        "attention_chunk_size": 128, "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5,
-    },
+    "llama4_text": LLAMA4,
     # layers that carry state
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": {**DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_next": {**DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
@@ -95,8 +113,16 @@ SERVED: dict[str, dict[str, Any]] = {
         **HEAD, "layers_block_type": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3,
         "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
     },
+    # with a tower that neither side loads
+    "gemma3": {**SLIDING, "sliding_window_pattern": 2},
+    "gemma4": {**SLIDING, "pad_token_id": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 16},
+    "internvl": HEAD,
+    "llama4": LLAMA4,
+    "mistral3": HEAD,
+    "qwen3_vl": HEAD | MROPE,
+    "qwen3_vl_moe": {**MOE, **MROPE, "num_experts": 8, "norm_topk_prob": True, "moe_intermediate_size": 128},
 }  # fmt: skip
-"""Families whose updates the tests compare, with changes that make their configuration small."""
+"""Families whose updates the tests compare, with changes that make their configuration (of text) small."""
 
 TWO_HEADS = {"num_attention_heads": 2}
 SOME_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
@@ -108,34 +134,7 @@ SHORT_CONVOLUTION = {
     **TWO_HEADS, "layer_types": ["conv", "full_attention"], "conv_dim": 64, "conv_dim_out": 64,
     "block_dim": 64, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4], "mrope_interleaved": True}}
-GMROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
 MEASURED: dict[str, dict[str, Any]] = {
-    "qwen3_5": DELTA,
-    "qwen3_5_moe": {**DELTA, **ALL_EXPERTS, "shared_expert_intermediate_size": 64},
-    "qwen3_vl_moe": {**MOE, **MROPE, "num_experts": 8, "norm_topk_prob": True, "moe_intermediate_size": 128},
-    "gemma3": {**SLIDING, "sliding_window_pattern": 2},
-    "gemma4": {**SLIDING, "pad_token_id": 0, "global_head_dim": 32, "hidden_size_per_layer_input": 16},
-    "gemma4_text": {**SLIDING, **WINDOW_THEN_FULL, "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 101},
-    "llama4": SERVED["llama4_text"],
-    "mistral3": HEAD,
-    "kimi_k25": {},
-    "afmoe": {**MOE, "num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True, "route_scale": 2.0, **WINDOW_THEN_FULL},
-    "laguna": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "num_experts": 8, "shared_expert_intermediate_size": 64},
-    "exaone_moe": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "num_experts": 8},
-    "flex_olmo": {**TWO_HEADS, "num_experts": 8, "num_experts_per_tok": 2},
-    "hy_v3": {**MOE, **DENSE_FIRST, "num_experts": 8, "num_shared_experts": 1},
-    "mimo_v2_flash": {**MOE, **DENSE_FIRST, **WINDOW_THEN_FULL, "n_routed_experts": 8, "v_head_dim": 32},
-    "solar_open": {**MOE, "n_routed_experts": 8},
-    "olmo_hybrid": DELTA | {"linear_num_value_heads": 2},
-    "jamba": {**TWO_HEADS, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 4},
-    "glm4v": {**HEAD, "rope_parameters": GMROPE},
-    "glm4v_moe": {**MOE, **GROUPS, "rope_parameters": GMROPE},
-    "internvl": HEAD,
-    "qwen3_vl": HEAD | MROPE,
-    "qwen2_5_vl": {**MROPE, "num_attention_heads": 2},
-    "qwen2_vl": {**MROPE, "num_attention_heads": 2},
-    "lfm2_vl": SHORT_CONVOLUTION,
     "granite": SCALED | TWO_HEADS,
     "granite_swa": SCALED | TWO_HEADS,
     "granitemoe": SCALED | TWO_HEADS | SOME_EXPERTS,
@@ -180,7 +179,7 @@ MEASURED: dict[str, dict[str, Any]] = {
 """Families without a test, because the tests have no time for all of them: compare them with the command above."""
 
 HALF = frozenset({
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h", "olmo_hybrid", "jamba",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h",
     "lfm2", "bamba", "granitemoehybrid", "apertus",
 })  # fmt: skip
 """Families that are compared in bfloat16: vLLM's CPU kernels compute layers with state in no other type, and vLLM keeps

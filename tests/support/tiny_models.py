@@ -324,12 +324,56 @@ def make_vision_language(folder: Path, family: str = "qwen3_vl") -> Path:
     return folder
 
 
-PUBLISHED = {
-    "kimi_k25": {"rename": "language_model.model.blocks language_model.model.layers"},
-    "qwen3_5_moe": {"rename": "- -", "experts": "as in the model"},
-    "qwen3_vl_moe": {"rename": "- -", "experts": "transposed"},
-}
-"""How published files differ from what transformers 5.17 writes."""
+PUBLISHED = {"kimi_k25": "layers", "qwen3_5_moe": "joined experts", "qwen3_vl_moe": "transposed experts"}
+"""What transformers 5.17 writes otherwise than it is published: the name of layers, experts in one tensor."""
+
+
+def auto_model(family: str) -> Any:
+    """Return the class of transformers that builds, and reads, a model of ``family``."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family in COMPOSITES else AutoModelForCausalLM
+
+
+def make_family(family: str, folder: Path, **changes: Any) -> Path:
+    """Save a model of ``family`` with noise on every parameter, so that no gradient is zero by symmetry.
+
+    ``changes``: of the config.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    torch.manual_seed(0)
+    parts = COMPOSITES.get(family) or COMMON | (FAMILIES | MORE_FAMILIES)[family]
+    config = AutoConfig.for_model(family.partition("/")[0], **parts | changes)
+    model = auto_model(family).from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+            if name.endswith("A_log"):
+                parameter.sub_(3)  # a state that lasts for more than a token
+    model.save_pretrained(folder)
+    if family in PUBLISHED:
+        publish(model, folder, PUBLISHED[family])
+    return folder
+
+
+def publish(model: Any, folder: Path, what: str) -> None:
+    """Write the tensors of ``model`` as its family is published, which transformers reads and does not write."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    stored = {key.replace("model.blocks.", "model.layers."): each for key, each in load_file(path).items()}
+    if what != "layers":
+        stored = {key: value for key, value in stored.items() if ".experts." not in key}
+        for name, value in model.state_dict().items():
+            if ".experts." in name:
+                stored[name] = (value if what == "joined experts" else value.transpose(1, 2)).contiguous()
+    save_file(stored, path, {"format": "pt"})
+
+
+PUBLISHED = {"kimi_k25": "layers", "qwen3_5_moe": "joined experts", "qwen3_vl_moe": "transposed experts"}
+"""What transformers 5.17 writes otherwise than it is published: the name of layers, experts in one tensor."""
 
 
 def auto_model(family: str) -> Any:
@@ -372,5 +416,7 @@ def publish(model: Any, folder: Path, naming: dict[str, str]) -> None:
         stored = {key: value for key, value in stored.items() if ".experts." not in key}
         for name, value in model.state_dict().items():
             if ".experts." in name:
-                stored[name] = (value.transpose(1, 2) if naming["experts"] == "transposed" else value).contiguous()
+                stored[name] = (
+                    value.transpose(1, 2) if naming["experts"] == "transposed" else value
+                ).contiguous()
     save_file(stored, path, {"format": "pt"})

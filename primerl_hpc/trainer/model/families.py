@@ -3,7 +3,7 @@
 Models run by transformers' own code; this module holds what the trainer needs in addition. The facts of a family are in
 the table of `common/model_families.py`. Code of a new family:
 
-- `decoder_blocks`, `check_head`, `check_layers`, `check_sharing`, `check_rope`: models that would be trained wrongly are refused;
+- `decoder_blocks`, `check_head`, `check_layers`, `check_sharing`, `check_rope`: what this version would train wrongly;
 - `logit_form`, `head_bias`, `prepare_attention`: what a family adds to its head's matrix and to attention;
 - `group_sources`, `convert`, `file_tensors`: names and shapes of tensors in files and in the model;
 - `parameters_in_float32`: tensors that engines read as float32 whatever the model's type;
@@ -268,6 +268,10 @@ class PublishedNames:
     """Names in the model of tensors whose last two axes are exchanged in the files (Qwen3-VL-MoE)."""
 
 
+PUBLISHED = "published_names"
+"""Attribute of a model that was loaded from files: their `PublishedNames`."""
+
+
 def remember_names(hf: PreTrainedModel, groups: Groups, shapes: Callable[[str], list[int]]) -> None:
     """Let `file_tensors` return the names of the files that ``groups`` describes. ``shapes``: of their tensors."""
     whole, joined, keys, transposed, known = {}, {}, [], set(), hf.state_dict()
@@ -283,7 +287,7 @@ def remember_names(hf: PreTrainedModel, groups: Groups, shapes: Callable[[str], 
             transposed.add(target)
     written = standard_tensors(hf, joined)
     parts = dict(zip(sorted(written, key=_natural), sorted(keys, key=_natural), strict=True))
-    hf.published_names = PublishedNames(whole, parts, frozenset(transposed))
+    setattr(hf, PUBLISHED, PublishedNames(whole, parts, frozenset(transposed)))
 
 
 def file_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -291,13 +295,15 @@ def file_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, T
 
     Tensors that were not read from a file (random weights) have the names that transformers would write.
     """
-    published = getattr(hf, "published_names", PublishedNames())
+    published = getattr(hf, PUBLISHED, PublishedNames())
     found = {
         published.whole[name]: value.transpose(1, 2).contiguous() if name in published.transposed else value
         for name, value in tensors.items()
         if name in published.whole
     }
-    others = standard_tensors(hf, {name: each for name, each in tensors.items() if name not in published.whole})
+    others = standard_tensors(
+        hf, {name: each for name, each in tensors.items() if name not in published.whole}
+    )
     return found | {published.parts.get(name, name): value for name, value in others.items()}
 
 

@@ -28,8 +28,8 @@ from primerl_hpc.common.model_files import INDEX, tensor_files
 from primerl_hpc.common.safety.decoding import decoding
 from primerl_hpc.trainer.model.families import convert, group_sources, remember_names
 from primerl_hpc.trainer.parallel.mesh import local_slice, to_local
-from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 from primerl_hpc.transport.base_models.quantized import StoredTensors, check_readable, quantization_of
+from primerl_hpc.transport.base_models.untrained import is_prediction_tensor, is_tower_tensor
 
 RANDOM_STD = 0.02
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no separate scales

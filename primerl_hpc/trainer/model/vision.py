@@ -1,7 +1,7 @@
 """Models with towers for images or sound: text alone is trained, or, in the Qwen-VL family, images too.
 
-A model is built as its checkpoint is published, so tensors have the published names; a tower that no batch needs is then
-left out, and never loaded. Files, engines and exports keep it.
+A model is built as its checkpoint is published, so tensors have the published names. Towers that no batch needs are
+then left out and not loaded; files and exports keep them.
 
 An image's tokens have positions in time, height and width (M-RoPE) by the model's own rule, applied sample by sample.
 The vision tower is in FSDP's root group, so ranks without images need no extra collective; if the tower is trained,

@@ -59,8 +59,8 @@ def packed_attention(
     """Return the attention output [B, n, heads, D_v].
 
     ``s_aux`` [heads]: learned sinks, a logit in each head's denominator that has no value. ``softcap``: see
-    `ring_attention`. ``indices``: see `indexed`. Raises ConfigError if the model requests changed scores or hidden keys that this function does not
-    compute.
+    `ring_attention`. ``indices``: see `indexed`. Raises ConfigError if the model requests changed scores or hidden keys
+    that this function does not compute.
     """
     packing = packing or getattr(module, PACKING, None)
     if packing is None:

@@ -2,9 +2,9 @@
 
     index_packed_rows(blocks)      # the blocks' indexers and attention then see the samples of packed rows
 
-For each token the indexer chooses its ``index_topk`` keys; it is not trained. In rows whose samples are all at most that
-long, all keys are chosen, and attention is that of other families. Otherwise indexer and attention go through each sample
-in pieces of `QUERIES` tokens, so memory grows with a sample's length and not with its square.
+For each token the indexer chooses ``index_topk`` keys; it is not trained. If no sample of the rows is longer, all keys
+are chosen, and attention is that of other families. Otherwise indexer and attention go through each sample in pieces of
+`QUERIES` tokens, so that memory grows with its length and not with its square.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _causal(first: int, end: int, device: torch.device) -> Tensor:
 
 def indexed_attention(states: States, chosen: Tensor, packing: Packing, scale: float) -> Tensor:
     """Return attention of each token to its ``chosen`` keys [B, N, K] up to itself, [B, N, heads, D_v]."""
-    batch, heads, length, _ = states.query.shape
+    batch, _, length, _ = states.query.shape
     rows = [part.transpose(1, 2).flatten(0, 1).transpose(0, 1) for part in states]  # [heads, B·N, D]
     places, outs = chosen.flatten(0, 1).long(), []
     for start, pieces in _pieces(packing):
