@@ -82,8 +82,7 @@ def engine_args(
         **_memory(recipe, is_cpu),
         **_adapters(recipe),
         **_kv_transfer(recipe, is_prefill),
-        **_of_family(model_config),
-        "language-model-only": _needs_no_tower(recipe, model_config or {}),
+        **_of_family(recipe, model_config or {}),
     }
     for name, value in inference.extra_args.items():
         key = _key_of(name)
@@ -150,16 +149,14 @@ def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str,
     return {"no-enable-prefix-caching": True} if is_cpu and has_state else {"enable-prefix-caching": True}
 
 
-def _needs_no_tower(recipe: Recipe, config: Mapping[str, Any]) -> bool:
-    """True for a composite model whose trainer does not load the tower: no image reaches the policy."""
+def _of_family(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, str | bool]:
+    """Return `engine_options`, and for a composite model whether its tower is left out, as the trainer leaves it out."""
     layout = recipe.layout.trainer
     is_shared = layout.context_parallel * layout.tensor_degree > 1
     is_loaded = recipe.trainer.loads_tower(config.get("model_type"), is_shared=is_shared)
-    return "text_config" in config and recipe.kind == Kind.RL and not is_loaded
-
-
-def _of_family(config: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: json.dumps(value) for name, value in engine_options(config or {}).items()}
+    is_text = "text_config" in config and recipe.kind == Kind.RL and not is_loaded
+    options = {name: json.dumps(value) for name, value in engine_options(config).items()}
+    return options | {"language-model-only": is_text}
 
 
 def _memory(recipe: Recipe, is_cpu: bool) -> dict[str, int | float]:

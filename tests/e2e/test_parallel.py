@@ -52,7 +52,7 @@ PUBLISHED = {
     "qwen3_5_moe": EXPERT_AXES, "kimi_linear": ("expert",), "olmo_hybrid": ("shard",), "ministral3": DENSE_AXES,
     "mistral": DENSE_AXES, "seed_oss": DENSE_AXES, "smollm3": DENSE_AXES,
 }  # fmt: skip
-"""Axes of families that users bring most, beside those above."""
+"""Axes of more families that users bring."""
 REFERENCES = (*FAMILIES, *DIVIDED, "llama4_text", *STATEFUL, *PUBLISHED)
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
 REFERENCE = {f"{family}-1": {"model": family, "ranks": 1, "is_supervised": True} for family in FAMILIES}

@@ -34,7 +34,8 @@ TRUE_WARNINGS = {
 
 
 IN_GATE = ("qwen3", "gemma3", "phi3", "qwen3_moe", "gpt_oss", "nemotron_h")
-"""One family of each kind of attention and layer: plain, sliding and without its tower, fused matrices, experts, fused experts, state."""
+"""One family of each kind of attention and layer: plain, sliding (without its tower), fused matrices, experts, fused
+experts, state."""
 
 
 @pytest.fixture(scope="module")

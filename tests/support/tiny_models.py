@@ -171,7 +171,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa/shared": {
         **EXPERTS, **GROUPS, **LATENT, **INDEXER, "num_key_value_heads": 4, "indexer_types": ["full", "shared"],
     },
-    # embeddings of each layer, keys and values of an earlier layer, experts beside a dense layer
+    # embeddings of each layer, keys and values of an earlier layer, experts in addition to an MLP
     "gemma4_text": GEMMA4,
     "gemma4_text/shared": {
         **GEMMA4, "num_hidden_layers": 4, "layer_types": 2 * WINDOW_THEN_FULL["layer_types"],
@@ -294,6 +294,16 @@ IMAGE_TOKEN, VISION_START = 98, 97
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 32},
+    "qwen3_vl_moe": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    "qwen3_5": {"num_position_embeddings": 64},
+    "qwen3_5_moe": {"num_position_embeddings": 64},
+}
+"""Towers of families that are compared with images."""
+VISION_TEXTS = {
+    "qwen3_vl_moe": FAMILIES["qwen3_moe"],
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": MORE_FAMILIES["qwen3_5_moe_text"],
 }
 
 
@@ -307,7 +317,7 @@ def make_vision_language(folder: Path, family: str = "qwen3_vl") -> Path:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     config = AutoConfig.for_model(
         family,
-        text_config=COMMON | {"head_dim": 8, "rope_parameters": rope},
+        text_config=COMMON | {"head_dim": 8} | VISION_TEXTS.get(family, {}) | {"rope_parameters": rope},
         vision_config={
             "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
             "out_hidden_size": COMMON["hidden_size"], **VISION_FAMILIES[family],
@@ -325,7 +335,7 @@ def make_vision_language(folder: Path, family: str = "qwen3_vl") -> Path:
 
 
 PUBLISHED = {"kimi_k25": "layers", "qwen3_5_moe": "joined experts", "qwen3_vl_moe": "transposed experts"}
-"""What transformers 5.17 writes otherwise than it is published: the name of layers, experts in one tensor."""
+"""Families that transformers 5.17 writes otherwise than they are published: names of layers, experts in one tensor."""
 
 
 def auto_model(family: str) -> Any:
@@ -369,54 +379,4 @@ def publish(model: Any, folder: Path, what: str) -> None:
         for name, value in model.state_dict().items():
             if ".experts." in name:
                 stored[name] = (value if what == "joined experts" else value.transpose(1, 2)).contiguous()
-    save_file(stored, path, {"format": "pt"})
-
-
-PUBLISHED = {"kimi_k25": "layers", "qwen3_5_moe": "joined experts", "qwen3_vl_moe": "transposed experts"}
-"""What transformers 5.17 writes otherwise than it is published: the name of layers, experts in one tensor."""
-
-
-def auto_model(family: str) -> Any:
-    """Return the class of transformers that builds, and reads, a model of ``family``."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if family in COMPOSITES else AutoModelForCausalLM
-
-
-def make_family(family: str, folder: Path, **changes: Any) -> Path:
-    """Save a model of ``family`` with noise on every parameter, so that no gradient is zero by symmetry.
-
-    ``changes``: of the config.
-    """
-    import torch
-    from transformers import AutoConfig
-
-    torch.manual_seed(0)
-    parts = COMPOSITES.get(family) or COMMON | (FAMILIES | MORE_FAMILIES)[family]
-    config = AutoConfig.for_model(family.partition("/")[0], **parts | changes)
-    model = auto_model(family).from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-            if name.endswith("A_log"):
-                parameter.sub_(3)  # a state that lasts for more than a token
-    model.save_pretrained(folder)
-    if family in PUBLISHED:
-        publish(model, folder, PUBLISHED[family])
-    return folder
-
-
-def publish(model: Any, folder: Path, naming: dict[str, str]) -> None:
-    """Write the tensors of ``model`` as its family is published, which transformers reads and does not write."""
-    from safetensors.torch import load_file, save_file
-
-    path = folder / "model.safetensors"
-    stored = {key.replace(*naming["rename"].split(" ")): value for key, value in load_file(path).items()}
-    if "experts" in naming:
-        stored = {key: value for key, value in stored.items() if ".experts." not in key}
-        for name, value in model.state_dict().items():
-            if ".experts." in name:
-                stored[name] = (
-                    value.transpose(1, 2) if naming["experts"] == "transposed" else value
-                ).contiguous()
     save_file(stored, path, {"format": "pt"})

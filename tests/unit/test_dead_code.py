@@ -44,7 +44,9 @@ CALLED_BY_OTHERS = {
     "multi_set": "torch's store",
     "compare_set": "torch's store",
     "has_extended_api": "torch's store",
+    "__getattr__": "imports of names that stand for nothing",
     "__getitem__": "safetensors' slices",
+    "update_indexer": "transformers' indexers",
     "_": "registered by a decorator of torch",
 }
 """Functions, methods and classes that only other packages call, and who does."""

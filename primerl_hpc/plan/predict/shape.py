@@ -173,13 +173,17 @@ class ModelShape:
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape that a config.json describes. ``name``: the model's name, for errors.
 
+    A composite model whose family is not in the table has the shape of its text model, without towers.
+
     Raises ConfigError for an unknown family, a missing key, or sizes that no model has.
     """
     outer = ConfigReader(config, name)
     family_name = config.get("model_type")
     if not isinstance(family_name, str):
         raise outer.error("model_type is missing", "use the config.json of the model's repository")
-    family = ARCHITECTURES.get(family_name)
+    text = config.get("text_config")
+    own_name = text.get("model_type") if isinstance(text, Mapping) else None
+    family = ARCHITECTURES.get(family_name) or ARCHITECTURES.get(str(own_name))
     if family is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise outer.error(f"the planner does not know the family {family_name}", f"known: {known}")

@@ -105,7 +105,7 @@ def logit_form(config: PreTrainedConfig) -> tuple[float, float | None]:
 
 
 def check_sharing(config: PreTrainedConfig, world: World, name: str) -> None:
-    """Raise ConfigError if ranks would share matrices or rows that must be whole. ``config``: that of the text."""
+    """Raise ConfigError if ranks would share matrices or rows that each needs. ``config``: that of the text."""
     reasons = {
         "tensor": {
             "layers that carry state along a row": family_of(config.model_type).has_state,
@@ -260,7 +260,7 @@ def convert(converter: WeightConverter, target: str, hf: PreTrainedModel) -> dic
 class PublishedNames:
     """The names and layout in the files that a model was loaded from; transformers would write others for some."""
 
-    whole: Mapping[str, str] = field(default_factory=dict)
+    single: Mapping[str, str] = field(default_factory=dict)
     """Names in the files by name in the model, for tensors that the files hold as the model does."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Names in the files by the names that transformers writes, for parts of tensors that the model joins."""
@@ -274,7 +274,7 @@ PUBLISHED = "published_names"
 
 def remember_names(hf: PreTrainedModel, groups: Groups, shapes: Callable[[str], list[int]]) -> None:
     """Let `file_tensors` return the names of the files that ``groups`` describes. ``shapes``: of their tensors."""
-    whole, joined, keys, transposed, known = {}, {}, [], set(), hf.state_dict()
+    single, joined, keys, transposed, known = {}, {}, [], set(), hf.state_dict()
     for target, (converter, sources) in groups.items():
         if target not in known:
             continue
@@ -282,12 +282,12 @@ def remember_names(hf: PreTrainedModel, groups: Groups, shapes: Callable[[str], 
             joined[target] = torch.empty(known[target].shape, device="meta")
             keys += [key for key, _ in sources]
             continue
-        whole[target] = sources[0][0]
+        single[target] = sources[0][0]
         if converter is not None and shapes(sources[0][0]) != list(known[target].shape):
             transposed.add(target)
     written = standard_tensors(hf, joined)
     parts = dict(zip(sorted(written, key=_natural), sorted(keys, key=_natural), strict=True))
-    setattr(hf, PUBLISHED, PublishedNames(whole, parts, frozenset(transposed)))
+    setattr(hf, PUBLISHED, PublishedNames(single, parts, frozenset(transposed)))
 
 
 def file_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -297,12 +297,12 @@ def file_tensors(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, T
     """
     published = getattr(hf, PUBLISHED, PublishedNames())
     found = {
-        published.whole[name]: value.transpose(1, 2).contiguous() if name in published.transposed else value
+        published.single[name]: value.transpose(1, 2).contiguous() if name in published.transposed else value
         for name, value in tensors.items()
-        if name in published.whole
+        if name in published.single
     }
     others = standard_tensors(
-        hf, {name: each for name, each in tensors.items() if name not in published.whole}
+        hf, {name: each for name, each in tensors.items() if name not in published.single}
     )
     return found | {published.parts.get(name, name): value for name, value in others.items()}
 

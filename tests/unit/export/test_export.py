@@ -131,12 +131,15 @@ def test_the_command_prints_one_document_or_one_sentence(run: RunDir, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("glm4_moe", "model.layers.2."), ("qwen3_next", "mtp.layers.0.")]
+    ("family", "prefix"),
+    [
+        ("glm4_moe", "model.layers.2."),
+        ("qwen3_next", "mtp.layers.0."),
+        ("llama", "model.vision_tower.layers.0."),
+    ],
 )
-def test_layers_for_multi_token_prediction_are_copied_unchanged(
-    tmp_path: Path, family: str, prefix: str
-) -> None:
-    """The base model's trained tensors in the trained type, and its last layer once more in bfloat16."""
+def test_tensors_that_were_not_trained_are_copied_unchanged(tmp_path: Path, family: str, prefix: str) -> None:
+    """The trained tensors in the trained type, and layers for prediction, or of a tower, in bfloat16."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file
 

@@ -91,6 +91,18 @@ def test_layers_for_multi_token_prediction_are_no_part_of_the_comparison(tmp_pat
         check_same_model(read_headers(one), read_headers(other), is_tied=False, location="here")
 
 
+def test_an_update_contains_all_towers_or_none(tmp_path: Path) -> None:
+    text, tower = {"model.language_model.norm.weight": (2,)}, {"model.visual.a": (2,), "model.visual.b": (2,)}
+    served = read_headers(write_folder(tmp_path / "base", text | tower))
+    for number, shapes in enumerate((text, text | tower)):
+        new = read_headers(write_folder(tmp_path / str(number), shapes))
+        check_same_model(new, served, is_tied=False, location="w")
+    with pytest.raises(DataError, match=r"the first is model\.visual\.b"):
+        check_same_model(
+            {name: served[name] for name in (*text, "model.visual.a")}, served, is_tied=False, location="w"
+        )
+
+
 def test_another_model_is_refused_with_the_tensor_that_differs(tmp_path: Path) -> None:
     reference = read_headers(write_folder(tmp_path / "a"))
     cases = {

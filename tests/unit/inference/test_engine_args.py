@@ -81,6 +81,29 @@ def test_engines_on_cpus_cache_no_prefixes_of_layers_with_state(config: dict[str
     assert "enable-prefix-caching" in found("gpu") and "no-enable-prefix-caching" not in found("gpu")
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "is_left_out"),
+    [
+        ({"model_type": "gemma3", "text_config": {}}, {}, True),
+        ({"model_type": "gemma3", "text_config": {}}, {"kind": "inference"}, False),
+        ({"model_type": "qwen3_vl", "text_config": {}}, {}, False),
+        ({"model_type": "qwen3_vl", "text_config": {}}, {"trainer": {"vision": "none"}}, True),
+        (
+            {"model_type": "qwen3_vl", "text_config": {}},
+            {"layout": {"trainer": {"context_parallel": 2}}},
+            True,
+        ),
+        ({"model_type": "qwen3"}, {"trainer": {"vision": "none"}}, False),
+    ],
+)
+def test_engines_have_a_tower_if_the_trainer_loads_it(
+    config: dict[str, Any], changes: dict[str, Any], is_left_out: bool
+) -> None:
+    changed = recipe(**RL | changes)
+    arguments = engine_args(changed, model_path="m", accelerator="gpu", model_config=config)
+    assert ("language-model-only" in flags(arguments)) == is_left_out
+
+
 def test_the_profiler_is_configured_with_a_limit_and_a_folder_of_the_run() -> None:
     assert "profiler-config" not in flags(engine_args(recipe(), model_path="m", accelerator="gpu"))
     found = flags(

@@ -46,7 +46,13 @@ from primerl_hpc.transport.rollouts.filesystem import (  # noqa: E402
     FilesystemSender,
 )
 from primerl_hpc.transport.rollouts.micro_batch import StepInfo  # noqa: E402
-from tests.support.tiny_models import IMAGE_TOKEN, VISION_START, make_family, make_vision_language  # noqa: E402
+from tests.support.tiny_models import (  # noqa: E402
+    IMAGE_TOKEN,
+    VISION_FAMILIES,
+    VISION_START,
+    make_family,
+    make_vision_language,
+)
 from tests.unit.orchestrator.test_trajectories import episode, prompt, reply, trace  # noqa: E402
 
 
@@ -170,7 +176,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize(
-    ("family", "vision"), [("qwen3_vl", "frozen"), ("qwen3_vl", "trained"), ("qwen2_5_vl", "trained")]
+    ("family", "vision"), [("qwen3_vl", "frozen"), *((family, "trained") for family in VISION_FAMILIES)]
 )
 def test_the_trainer_computes_the_same_as_transformers_for_each_sample(one_rank, tmp_path, family, vision):
     """Through packing, file and batch: log-probabilities, and gradients of their sum."""
@@ -247,5 +253,5 @@ def test_a_model_of_text_alone_does_not_pass_over_images_in_silence(model, one_r
         [trained(rollout(model, showing((SQUARE, 4)), reply([9, 7], 0)))], seq_len=64, num_ranks=1
     ).ranks[0]
     text = make_family("qwen3", tmp_path)
-    with pytest.raises(DataError, match="contain images, but Qwen3ForCausalLM is a text-only model"):
+    with pytest.raises(DataError, match="contain images, but no tower of Qwen3ForCausalLM is loaded"):
         run_policy(build_policy(recipe_of(text), text, one_rank), [row])

@@ -355,3 +355,12 @@ def test_any_value_gives_a_shape_or_a_config_error(family, changes):
     except ConfigError:
         return
     assert 0 < shape.active <= shape.total
+
+
+def test_a_composite_of_an_unknown_family_has_the_shape_of_its_text_model():
+    text = small_config("gemma3_text").to_dict()
+    composite = shape_of({"model_type": "gemma3", "text_config": text, "vision_config": {}}, "org/it")
+    alone = shape_of(text, "org/it")
+    assert (composite.total, composite.layers, composite.vision) == (alone.total, alone.layers, 0)
+    with pytest.raises(ConfigError, match="does not know the family of_nobody"):
+        shape_of({"model_type": "of_nobody", "text_config": {"model_type": "nor_this"}}, "org/it")
