@@ -150,7 +150,7 @@ def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str,
 
 
 def _of_family(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """Return `engine_options`, and for a composite model whether its tower is left out, as the trainer leaves it out."""
+    """Return `engine_options`, and for a composite model whether the tower is left out as in the trainer."""
     layout = recipe.layout.trainer
     is_shared = layout.context_parallel * layout.tensor_degree > 1
     is_loaded = recipe.trainer.loads_tower(config.get("model_type"), is_shared=is_shared)

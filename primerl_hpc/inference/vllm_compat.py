@@ -179,7 +179,7 @@ class _TorchvisionNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if is_part else None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__getattr__ = partial(getattr, _AnyName(module.__name__, (), {}))
+        vars(module)["__getattr__"] = partial(getattr, _AnyName(module.__name__, (), {}))
 
 
 def prepare_cpu_models() -> None:
