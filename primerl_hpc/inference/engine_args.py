@@ -152,7 +152,7 @@ def _prefix_caching(is_cpu: bool, config: Mapping[str, Any] | None) -> dict[str,
 def _of_family(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, str | bool]:
     """Return `engine_options`, and for a composite model whether the tower is left out as in the trainer."""
     layout = recipe.layout.trainer
-    is_shared = layout.context_parallel * layout.tensor_degree > 1
+    is_shared = layout.context_parallel not in ("auto", 1) or layout.tensor_degree > 1
     is_loaded = recipe.trainer.loads_tower(config.get("model_type"), is_shared=is_shared)
     is_text = "text_config" in config and recipe.kind == Kind.RL and not is_loaded
     options = {name: json.dumps(value) for name, value in engine_options(config).items()}
