@@ -87,8 +87,6 @@ def command(
         click.echo(f"policy version {done.step} of {found.root.name} → {done.folder}")
         click.echo(f"    {done.num_files} files, {done.num_bytes / 2**20:,.1f} MiB, checksums agree")
         if done.num_copied:
-            click.echo(
-                f"    {done.num_copied} tensors for multi-token prediction are those of the base model"
-            )
+            click.echo(f"    {done.num_copied} tensors that were not trained are those of the base model")
         if pushed is not None:
             click.echo(f"    {pushed.url}, commit {pushed.commit[:12]}")

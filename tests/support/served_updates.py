@@ -199,12 +199,13 @@ BYPASSES = {
 """Tensors of a Qwen3 whose ``load_weights`` copies them past their loader, as vLLM's GPT-OSS does."""
 
 
-def make_model(folder: Path, family: str, seed: int) -> Any:
+def make_model(folder: Path, family: str, seed: int, **changes: Any) -> Any:
+    """Save a random model, and return it in float32. ``changes``: of its text configuration."""
     import torch
     from transformers import AutoConfig
 
     torch.manual_seed(seed)
-    parts = (SERVED | MEASURED)[family]
+    parts = (SERVED | MEASURED)[family] | changes
     if family in COMPOSITES:
         parts = COMPOSITES[family] | {"text_config": COMPOSITES[family]["text_config"] | SHAPE | parts}
     else:
