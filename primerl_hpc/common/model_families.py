@@ -22,6 +22,8 @@ class ModelFamily:
     """A test compares it with transformers: docs/models.md lists what."""
     has_state: bool = False
     """It has layers that carry state along a sequence (linear attention, Mamba, short convolutions)."""
+    shares_rows: bool = True
+    """Ranks may share its rows (``context_parallel``)."""
     passes_keywords: bool = True
     """Its blocks pass keyword arguments to their attention; for others, blocks set the packing as an attribute."""
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
@@ -42,17 +44,14 @@ _LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")}
     "self_attn.o_proj": "rows"
 }
 _PLAIN = """
-    afmoe apertus arcee axk1 cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v32 dots1 ernie4_5 ernie4_5_moe
-    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe glm_moe_dsa
+    afmoe apertus arcee axk1 cohere cohere2 cohere2_moe cwm deepseek_v2 dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe
     gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internvl jais2 laguna
     llama4 llama4_text mellum mimo_v2_flash minicpm3 ministral mistral3 nanochat olmo olmo2 olmo3 olmoe phi
     qwen2_moe solar_open starcoder2 vaultgemma youtu
 """
 _DIVIDED = "gemma2 gemma3_text glm4 kimi_k25 ministral3 mistral mixtral phi3 qwen2 seed_oss smollm3"
-_STATE = """
-    bamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm2_vl nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next
-"""
+_STATE = "bamba granitemoehybrid lfm2 lfm2_moe lfm2_vl nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next"
 _IMAGES = "qwen2_5_vl qwen2_vl qwen3_vl"
 _PLANNED = "kimi_k2"
 """Families whose memory and time the planner predicts, but that no test compares."""
@@ -60,6 +59,8 @@ _PLANNED = "kimi_k2"
 FAMILIES: Mapping[str, ModelFamily] = {
     **dict.fromkeys(_PLAIN.split(), ModelFamily()),
     **dict.fromkeys(_STATE.split(), ModelFamily(has_state=True)),
+    **dict.fromkeys(("jamba", "kimi_linear", "olmo_hybrid"), ModelFamily(has_state=True, shares_rows=False)),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), ModelFamily(shares_rows=False)),
     **dict.fromkeys(_IMAGES.split(), ModelFamily(has_images=True)),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ModelFamily(has_images=True, has_state=True)),
     **dict.fromkeys(_PLANNED.split(), ModelFamily(is_compared=False)),

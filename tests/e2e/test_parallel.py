@@ -369,7 +369,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 REFUSED = {
     "state-divided": "has layers that carry state along a row",
     "layer-tables-divided": "has embeddings of each layer",
-    "indexed-shared": "has layers whose keys an indexer chooses",
+    "indexed-shared": "has layers that need complete rows",
     "lora-nowhere": "lora.target_modules names qkv, which no block of Qwen3ForCausalLM has",
     "lora-odd-rank": "lora.rank 12 must be a multiple of 8",
     "lora-fused-files": "hold all experts in one tensor",

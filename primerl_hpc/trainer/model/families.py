@@ -112,7 +112,7 @@ def check_sharing(config: PreTrainedConfig, world: World, name: str) -> None:
             "embeddings of each layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
             "layers whose keys an indexer chooses": is_indexed(config),
         },
-        "context": {"layers whose keys an indexer chooses": is_indexed(config)},
+        "context": {"layers that need complete rows": not family_of(config.model_type).shares_rows},
     }
     for axis, size in (("tensor", world.tensor_size), ("context", world.context_size)):
         reason = next((what for what, holds in reasons[axis].items() if holds), "")
