@@ -15,9 +15,11 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.waiting import wait_until
-from primerl_hpc.envs.serving.own_user import is_own_peer, peer_uid
+from primerl_hpc.envs.serving import own_user
+from primerl_hpc.envs.serving.own_user import accept_own_user, is_own_peer, peer_uid
 from primerl_hpc.run.endpoints import read_endpoint
 from primerl_hpc.run.rundir import RunDir
 from tests.e2e.test_env_server import QWEN3_TOKENS
@@ -87,7 +89,21 @@ def test_only_the_user_of_the_run_reaches_a_tool_server_and_the_endpoint_of_mode
         assert as_stranger(lambda port=port: visit(port)) == b"", name
 
 
-def test_the_kernel_names_the_user_of_the_other_end() -> None:
+LACKING = {"no sock_diag": ("_NETLINK_SOCK_DIAG", 31), "no tcp_diag": ("_FAMILY", socket.AF_KEY), "all": None}
+"""Parts of the kernel that this one does not have, so that it answers as a kernel without sock_diag does."""
+
+
+@pytest.fixture(params=LACKING)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if (lacking := LACKING[request.param]) is not None:
+        monkeypatch.setattr(own_user, *lacking)
+    own_user.source.cache_clear()
+    yield request.param
+    own_user.source.cache_clear()
+
+
+def test_the_kernel_names_the_user_of_the_other_end(kernel: str) -> None:
+    assert (own_user.source() is own_user.ask_kernel) == (kernel == "all")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -107,7 +123,24 @@ def test_the_kernel_names_the_user_of_the_other_end() -> None:
         assert peer_uid(("127.0.0.1", port), ("127.0.0.1", 1)) is None, "no socket has this address"
 
 
-def test_a_connection_that_a_stranger_has_closed_is_not_taken_for_one_of_root() -> None:
+def test_a_client_with_a_socket_of_ipv6_is_of_the_user_of_the_run(kernel: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET6) as client:
+        client.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
+        accepted, _ = listener.accept()
+        with accepted:
+            assert is_own_peer(accepted)
+
+
+@pytest.mark.parametrize("kernel", ["no sock_diag", "no tcp_diag"], indirect=True)
+def test_where_the_kernel_shows_no_users_nothing_is_served(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_user, "_TABLES", {Path("/proc/net/none"): ""})
+    with pytest.raises(ConfigError, match="every user of this node could call tools"):
+        accept_own_user()
+
+
+def test_a_connection_that_a_stranger_has_closed_is_not_taken_for_one_of_root(kernel: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def send_and_close(how: int, *, is_reset: bool = False) -> None:

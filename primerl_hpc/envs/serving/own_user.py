@@ -6,6 +6,8 @@ Any user of the node can connect to a port of loopback. Tool servers of verifier
 the endpoint is on the command line of agents. The kernel knows the user of the socket at the other end (sock_diag, as
 ``ss`` shows it); a connection of another user is closed before a byte of it is read. So is one whose other end no
 process has open any longer: the kernel reports user 0 for it, which is the user of a run in a rootless container.
+Where sock_diag is missing or forbidden (old kernels, containers), /proc/net/tcp is read, which takes longer the more
+sockets the node has. Without both, the environment server ends before it serves.
 """
 
 from __future__ import annotations
@@ -18,13 +20,22 @@ import runpy
 import socket
 import struct
 import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from primerl_hpc.common.errors import ConfigError
+
 _SOCK_DIAG_BY_FAMILY, _NLMSG_ERROR, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 2, 1, 4
+_FAMILY = socket.AF_INET
 _HEADER = struct.Struct("=IHHII")
 _ALL_STATES = 0xFFFFFFFF
 _OWNER_AT = 64
 """Offset of ``idiag_uid`` and ``idiag_inode`` in the kernel's ``struct inet_diag_msg``."""
+_TABLES = {Path("/proc/net/tcp"): "", Path("/proc/net/tcp6"): "0000000000000000FFFF0000"}
+"""Tables of sockets, and what precedes an address of IPv4 there."""
+Address = tuple[str, int]
 
 
 def check_users() -> None:
@@ -38,8 +49,10 @@ def accept_own_user() -> None:
     """Patch sockets of this process: ``accept`` closes connections over loopback of other users.
 
     On a socket that does not block, it then raises ConnectionAbortedError, after which event loops call it again: they
-    have other work than the connections of a stranger, who may open them without pause.
+    have other work than the connections of a stranger, who may open them without pause. Raises ConfigError if the
+    kernel does not show the users of sockets.
     """
+    source()
     accept = socket.socket.accept
 
     def accept_checked(self: socket.socket) -> tuple[socket.socket, Any]:
@@ -66,15 +79,39 @@ def is_own_peer(connection: socket.socket) -> bool:
     return peer_uid(connection.getsockname(), peer) == os.geteuid()
 
 
-def peer_uid(own: tuple[str, int], peer: tuple[str, int]) -> int | None:
+def peer_uid(own: Address, peer: Address) -> int | None:
     """Return the user of the socket at address ``peer`` that is connected to ``own``; None if it is closed.
 
     Raises OSError if the kernel cannot tell.
     """
+    return source()(own, peer)
+
+
+@cache
+def source() -> Callable[[Address, Address], int | None]:
+    """Return `ask_kernel` or `read_tables`, whichever finds the user of this process's own socket.
+
+    sock_diag without its part for TCP reports every socket as closed. Raises ConfigError if neither finds the user.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = listener.getsockname()
+        with socket.create_connection(own) as client:
+            for find in (ask_kernel, read_tables):
+                with contextlib.suppress(OSError):
+                    if find(own, client.getsockname()) == os.geteuid():
+                        return find
+    raise ConfigError(
+        "the kernel does not show which user connects to a tool server, so every user of this node could call tools",
+        hint=f"permit netlink sockets of type NETLINK_SOCK_DIAG, or mount {next(iter(_TABLES))}, in the container",
+    )
+
+
+def ask_kernel(own: Address, peer: Address) -> int | None:
+    """Same as `peer_uid`, by sock_diag."""
     addresses = struct.pack(
         "!HH4s12x4s12x", peer[1], own[1], socket.inet_aton(peer[0]), socket.inet_aton(own[0])
     )
-    body = struct.pack("=BBBxI", socket.AF_INET, socket.IPPROTO_TCP, 0, _ALL_STATES) + addresses
+    body = struct.pack("=BBBxI", _FAMILY, socket.IPPROTO_TCP, 0, _ALL_STATES) + addresses
     body += struct.pack("=III", 0, _ALL_STATES, _ALL_STATES)  # any interface, no cookie
     header = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
@@ -88,6 +125,20 @@ def peer_uid(own: tuple[str, int], peer: tuple[str, int]) -> int | None:
     if -code == errno.ENOENT:
         return None
     raise OSError(-code, os.strerror(-code))
+
+
+def read_tables(own: Address, peer: Address) -> int | None:
+    """Same as `peer_uid`, by /proc/net/tcp."""
+    for table, before in _TABLES.items():
+        ends = [
+            f"{before}{struct.unpack('=I', socket.inet_aton(host))[0]:08X}:{port:04X}"
+            for host, port in (peer, own)
+        ]
+        for line in table.read_text().splitlines() if table.exists() else ():
+            _, local, remote, _, _, _, _, uid, _, inode, *_ = line.split()
+            if [local, remote] == ends:
+                return int(uid) if int(inode) else None
+    return None
 
 
 class OwnUserServer:

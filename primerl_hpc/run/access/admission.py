@@ -16,6 +16,7 @@ Works with asyncio's and uvloop's event loops. Log lines about strangers are at 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import logging
 import resource
@@ -34,6 +35,11 @@ LIBRARY_TIMEOUT_S = 600.0
 """The event loop's own limit of a handshake, which counts time in which it is blocked."""
 MAX_BYTES = 1 << 20
 """Bytes of a connection without a key. A server reads a request's headers before that many arrive."""
+TLS_HANDSHAKE = b"\x16"
+"""First byte of a client's first TLS message."""
+MOST_FREED = 64
+"""Handshakes of strangers whose memory is returned to the kernel together. Each takes 50 KiB and a buffer of uvloop of
+256 KiB. malloc keeps both, and each flood touches other pages of them: a router grew by 40 MiB with every flood."""
 ACCEPTED_AT_ONCE = 16
 """Connections per iteration of the event loop, so that handshakes make progress between them."""
 BACKLOG = 4096
@@ -57,7 +63,7 @@ class Admission:
         self.tick = 0
         self.waiting: dict[Address, Visitor] = {}
         """In the order of their accept."""
-        self._num_closed, self._reported_at = 0, -REPORT_TICKS
+        self._num_closed, self._num_freed, self._reported_at = 0, 0, -REPORT_TICKS
 
     async def serve(self, factory: Factory, listener: socket.socket, tls: ssl.SSLContext) -> Gate:
         """Accept connections of ``listener``, a bound socket, until the gate is closed."""
@@ -86,6 +92,7 @@ class Admission:
     def leave(self, visitor: Visitor) -> None:
         if self.waiting.get(visitor.address) is visitor:
             del self.waiting[visitor.address]
+            self._num_freed += visitor.task is not None
 
     def close_oldest(self) -> bool:
         """Close the oldest connection without a key; False if there is none."""
@@ -100,8 +107,11 @@ class Admission:
             visitor.close()
 
     def count_tick(self) -> None:
-        """Close connections that exceed a time limit, and report how many were closed."""
+        """Close connections that exceed a time limit, report how many were closed, and return their memory."""
         self.tick += 1
+        if self._num_freed >= MOST_FREED:
+            self._num_freed = 0
+            ctypes.CDLL(None).malloc_trim(0)
         for visitor in [*self.waiting.values()]:
             if self.tick - visitor.tick > (TLS_TICKS if visitor.transport is None else KEY_TICKS):
                 self._close(visitor)
@@ -176,7 +186,7 @@ class Visitor(asyncio.Protocol):
         self.gate, self.connection, self.address = gate, connection, address
         self.tick = gate.admission.tick
         self.transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._inner: asyncio.Protocol | None = None
         self._num_bytes = 0
         gate.loop.add_reader(connection, self._begin_handshake)
@@ -185,8 +195,8 @@ class Visitor(asyncio.Protocol):
         self.gate.admission.leave(self)
         if self.transport is not None:
             self.transport.abort()
-        elif self._task is not None:
-            self._task.cancel()
+        elif self.task is not None:
+            self.task.cancel()
         else:
             self.gate.loop.remove_reader(self.connection)
             self.connection.close()
@@ -196,8 +206,14 @@ class Visitor(asyncio.Protocol):
             self.transport.set_protocol(self._inner)
 
     def _begin_handshake(self) -> None:
+        try:
+            is_tls = self.connection.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE
+        except OSError:  # it was reset
+            is_tls = False
+        if not is_tls:
+            return self.close()  # before the event loop allocates memory for TLS
         self.gate.loop.remove_reader(self.connection)
-        self._task = asyncio.ensure_future(self._shake_hands())
+        self.task = asyncio.ensure_future(self._shake_hands())
 
     async def _shake_hands(self) -> None:
         try:
