@@ -12,6 +12,9 @@ from primerl_hpc.cluster.value_types import MailType, Memory, OneLine, Pattern, 
 from primerl_hpc.common.block import Block, Bool, Int, NonNegativeInt, PositiveFloat, PositiveInt
 from primerl_hpc.slurm.jobs import minutes
 
+STARTS_S = 90
+"""No warning during this time of a job: SLURM sends it up to 60 s early, and the batch script needs some to start."""
+
 
 def check_margin(time: str | None, key: str, margin_s: int) -> None:
     """Raise ValueError if the walltime is not longer than the margin: the warning would be due before the job
@@ -197,6 +200,17 @@ class Scheduler(Block):
     def charged_cpu_account(self) -> str | None:
         """Return the account of jobs without GPUs, with its suffix."""
         return _with_suffix(self.account, self.cpu_account_suffix)
+
+    @property
+    def warning_s(self) -> int | None:
+        """Return how long before its end SLURM warns the job, in seconds; None: never. At most ``signal_margin_s``.
+
+        The signal ends a batch script that has not reached its first line, so none may be sent while a job starts. The
+        supervisor of a short job then relies on the clock alone.
+        """
+        limits = [60 * limit - STARTS_S for time in (self.time, self.time_min) if (limit := minutes(time))]
+        warning_s = int(min([self.signal_margin_s, *limits]))
+        return warning_s if warning_s > 0 else None
 
     @model_validator(mode="after")
     def _memory_is_given_once(self) -> Self:

@@ -34,6 +34,7 @@ from primerl_hpc.recipe.schema.evaluation import EvaluationSettings
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.render.bundle import UNPACK_SCRIPT, render_unpack
 from primerl_hpc.render.job import (
+    EXPORT_SETUP_SCRIPT,
     SETUP_SCRIPT,
     render_engines,
     render_export,
@@ -254,7 +255,7 @@ def make_scripts(plan: Plan, profile: LoadedProfile, root: str | None) -> dict[s
         if changed.profile.software.bundle is None:
             plan = plan.model_copy(update={"bundle": None})
         if changed.profile.software.has_setup:
-            scripts[SETUP_SCRIPT] = render_setup(changed.profile)
+            scripts[EXPORT_SETUP_SCRIPT] = render_setup(changed.profile)
         scripts["export.sbatch"] = render_export(
             plan, changed.profile, python=changed.profile.software.python_here, package_root=root
         )

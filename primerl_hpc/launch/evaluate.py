@@ -337,17 +337,3 @@ def _tasks(recipe: Recipe, label: str) -> dict[str, Any]:
     environment = next(item for item in recipe.environments.eval if item.label == label)
     names = {"id", "args", "env_args", "samples", "num_tasks", "sampling"}
     return environment.model_dump(include=names, exclude_defaults=True)
-
-
-__all__ = [
-    "EvalRequest",
-    "check_same",
-    "default_run_dir",
-    "find_source",
-    "is_complete",
-    "load_evaluation",
-    "missing_scores",
-    "prepare_evaluation",
-    "submit_evaluation",
-    "without_gpus",
-]

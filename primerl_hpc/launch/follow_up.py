@@ -8,7 +8,6 @@ script.
 from __future__ import annotations
 
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,19 +20,10 @@ from primerl_hpc.plan.plan import Plan
 from primerl_hpc.run.rundir import RunDir
 
 
-def discard_after(run: RunDir, plan: Plan) -> None:
-    """Delete the evaluation's run directory after a refused submission."""
-    if plan.after.evaluation is not None:
-        shutil.rmtree(run.evaluation.root, ignore_errors=True)
-
-
 def queue_after(run: RunDir, plan: Plan, jobs: JobsTogether, links: Sequence[str]) -> dict[str, Any]:
     """Submit the follow-up jobs of ``links``; return the content of ``after`` in control/job.json."""
     after, found = plan.after, {}
-    options = (
-        "--dependency=" + "?".join(f"afterok:{link}" for link in links),
-        "--kill-on-invalid-dep=yes",
-    )
+    options = ("--dependency=" + "?".join(f"afterok:{link}" for link in links), "--kill-on-invalid-dep=yes")
     if after.export is not None and not is_exported(Path(after.export.to)):
         job = jobs.submit(run, run.export_script, *options)
         found["export"] = {"job_id": job, "to": after.export.to}

@@ -68,11 +68,7 @@ class SlurmRunExecutor(SlurmExecutor):
     """``sbatch`` of a file rendered earlier; ``options`` override its ``#SBATCH`` lines."""
 
     def __init__(
-        self,
-        folder: Path,
-        script: Path,
-        options: Sequence[str] = (),
-        passed: PassedVariables = DEFAULT,
+        self, folder: Path, script: Path, options: Sequence[str] = (), passed: PassedVariables = DEFAULT
     ) -> None:
         super().__init__(folder)
         self.script, self.options, self.passed = script, options, passed

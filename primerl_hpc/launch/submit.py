@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +34,10 @@ from primerl_hpc.common.log import notice, show_warnings
 from primerl_hpc.common.names import MAIN_PHASE, Kind, RunState
 from primerl_hpc.common.package import package_folder
 from primerl_hpc.common.safety.secret_values import mask_data
+from primerl_hpc.common.waiting import repeating
 from primerl_hpc.launch.checklist import check_chain, check_run
 from primerl_hpc.launch.compose import ONE_JOB, ChainRequest, RunFiles, Submission, check_path, make_scripts
-from primerl_hpc.launch.follow_up import discard_after, local_script, note_local_after, queue_after
+from primerl_hpc.launch.follow_up import local_script, note_local_after, queue_after
 from primerl_hpc.launch.fork import import_checkpoint
 from primerl_hpc.launch.planning.hour_budget import check_budget, with_budget
 from primerl_hpc.launch.queue import (
@@ -48,6 +48,7 @@ from primerl_hpc.launch.queue import (
     submit_script,
     together,
 )
+from primerl_hpc.launch.storage.clear import clear_run_dir, content_of, delete_content
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import is_from_latest_job
 from primerl_hpc.offline.code.keep import (
@@ -66,10 +67,10 @@ from primerl_hpc.plan.plan import DEFAULT_ASK_EVERY_S, Plan, load_plan
 from primerl_hpc.recipe.load import LoadedRecipe
 from primerl_hpc.recipe.schema.after import After
 from primerl_hpc.render.lint import warnings_of
-from primerl_hpc.run.access.elsewhere import delete_parts, link_part
-from primerl_hpc.run.access.ownership import PRIVATE, check_may_change, check_own, check_parents, make_private
+from primerl_hpc.run.access.elsewhere import link_part
+from primerl_hpc.run.access.ownership import check_may_change, check_own, check_parents, make_private
 from primerl_hpc.run.job_chain import is_reused, jobs_of
-from primerl_hpc.run.lock import is_owner_alive, is_owner_over
+from primerl_hpc.run.lock import TOUCH_EVERY_S, SupervisorLock, is_owner_alive, is_owner_over
 from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import UnansweredError
@@ -110,13 +111,20 @@ def prepare_run(
         submission = check_run(loaded, profile, chain, root, is_live=is_live)
         if make_room is not None:
             make_room(submission)
-        run = claim_new_run_dir(root, profile) if run_dir is None else claim_run_dir(root, profile)
+        try:
+            run = claim_run_dir(root, profile)
+        except OccupiedError:
+            if run_dir is not None:
+                raise
     try:
-        write(submission, run)
+        with repeating(TOUCH_EVERY_S, SupervisorLock(run.submission_lock).touch):
+            write(submission, run)
     except BaseException:
         clear_run_dir(run.root, keep_root=existed)
         raise
     register_run(run)
+    for written in (run, run.evaluation):
+        SupervisorLock(written.submission_lock).release()
     return run, submission.plan
 
 
@@ -140,7 +148,8 @@ def submit_run(
     except UnansweredError:
         raise  # its job may be queued, and needs the directory
     except PrimerlError:
-        discard_after(run, plan)
+        if plan.after.evaluation is not None:
+            clear_run_dir(run.evaluation.root, keep_root=False)
         clear_run_dir(run.root, keep_root=existed)
         raise
 
@@ -153,7 +162,7 @@ def _exists(run_dir: Path | None) -> bool:
 
 
 def _next_root(name: str, profile: LoadedProfile, requested: Path | None) -> Path:
-    """Return ``requested``, or the first free ``<runs dir>/<name>-<number>``. Raises ConfigError."""
+    """Return ``requested``, or the first free or abandoned ``<runs dir>/<name>-<number>``. Raises ConfigError."""
     if requested is not None:
         root = requested.expanduser().resolve()
         check_path(root)
@@ -161,36 +170,43 @@ def _next_root(name: str, profile: LoadedProfile, requested: Path | None) -> Pat
     parent = profile.profile.runs_folder().resolve()
     check_path(parent)
     numbered = (parent / f"{name}-{number:03d}" for number in itertools.count(1))
-    return next(root for root in numbered if not os.path.lexists(root))
+    return next(root for root in numbered if not os.path.lexists(root) or _is_abandoned(root))
+
+
+def _is_abandoned(root: Path) -> bool:
+    """True if a submission, or a deletion, of this user was killed in the directory, as far as this host can tell."""
+    run = RunDir(root)
+    if not root.is_dir() or root.stat().st_uid != os.geteuid() or not run.is_unfinished:
+        return False
+    return not is_owner_alive(read_json_or_none(run.submission_lock), run.submission_lock)
 
 
 def claim_run_dir(root: Path, profile: LoadedProfile) -> RunDir:
-    """Create the directory, or take an empty one. Raises OccupiedError if it is not empty."""
+    """Create the directory, or take an empty one, or one in which a submission was killed, whose content is deleted.
+
+    The caller releases `RunDir.submission_lock`. Raises OccupiedError for any other directory.
+    """
+    run, is_abandoned = RunDir(root), _is_abandoned(root)
     occupied = OccupiedError(
         "the run directory is not empty",
         location=str(root),
         hint=f"choose another --run-dir, or continue its run: primerl-hpc resume {shlex.quote(str(root))}",
     )
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+    if root.exists() and not is_abandoned and (not root.is_dir() or content_of(run)):
         raise occupied
     make_private(root, profile.profile.run_dir_bits)
-    run = RunDir(root)
+    lock = SupervisorLock(run.submission_lock)
     try:
-        run.launch.mkdir(mode=PRIVATE)  # which one of two submissions at once can do
-    except FileExistsError:
+        lock.acquire()  # only one of two submissions at once can do this
+    except OccupiedError:
         raise occupied from None
+    if is_abandoned:
+        notice(f"{root}: deleting what an interrupted submission left here")
+        delete_content(run)
+    elif content_of(run) != {lock.path.name}:  # another submission was faster
+        lock.release()
+        raise occupied
     return run
-
-
-def claim_new_run_dir(root: Path, profile: LoadedProfile) -> RunDir | None:
-    """Create a numbered directory; None if another submission has created it first."""
-    root.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        root.mkdir(mode=PRIVATE)
-    except FileExistsError:
-        return None
-    make_private(root, profile.profile.run_dir_bits)
-    return RunDir(root)
 
 
 def link_parts(run: RunDir, plan: Plan, profile: Profile) -> None:
@@ -212,32 +228,21 @@ def link_parts(run: RunDir, plan: Plan, profile: Profile) -> None:
             check_parents(path / run.root.name, is_allowed=profile.allow_shared_parent)
 
 
-def clear_run_dir(root: Path, *, keep_root: bool) -> None:
-    """Delete the content of a claimed directory, also in other folders.
-
-    ``keep_root``: the user created it, maybe with striping or ACLs.
-    """
-    delete_parts(RunDir(root))
-    for entry in [*root.iterdir()] if keep_root else [root]:
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
 def write(submission: Submission, run: RunDir) -> None:
     """Write the run into its claimed directory, with a checkpoint it forks from and the run that follows it."""
     link_parts(run, submission.plan, submission.profile.profile)
     import_checkpoint(run, submission.plan.phases[-1].recipe)
-    write_files(submission.files, run)
-    if (evaluation := submission.follow_up) is not None:
-        folder = claim_run_dir(run.evaluation.root, evaluation.profile)
-        try:
-            write_files(evaluation, folder)
-        except BaseException:
-            clear_run_dir(folder.root, keep_root=False)
-            raise
-        register_run(folder)
+    if (evaluation := submission.follow_up) is None:
+        write_files(submission.files, run)
+        return
+    folder = claim_run_dir(run.evaluation.root, evaluation.profile)
+    try:
+        write_files(evaluation, folder)
+        write_files(submission.files, run)  # its plan is last: it makes both of them runs
+    except BaseException:
+        clear_run_dir(folder.root, keep_root=False)
+        raise
+    register_run(folder)
 
 
 def write_files(files: RunFiles, run: RunDir) -> None:
@@ -364,6 +369,7 @@ def _queue(run: RunDir, plan: Plan, chain: ChainRequest) -> Submitted:
     if plan.ask_every_s > DEFAULT_ASK_EVERY_S:
         facts["ask_every_s"] = plan.ask_every_s  # views must observe it too
     run.stop_request.unlink(missing_ok=True)  # a request of an earlier attempt
+    run.submission_lock.unlink(missing_ok=True)  # if the submission was killed after it had written the run
     if plan.scheduler == "slurm":
         drop_interrupted(run, earlier)
     if chain.is_here:

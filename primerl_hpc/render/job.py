@@ -27,7 +27,8 @@ from primerl_hpc.render.lint import check_script, is_complete
 from primerl_hpc.render.requests import Request, requests_of, type_request, with_walltimes
 
 SETUP_SCRIPT = "setup.sh"
-"""File in the run's folder ``launch`` with the functions around setup lines."""
+EXPORT_SETUP_SCRIPT = "export-setup.sh"
+"""Files in the run's folder ``launch`` with the functions around setup lines. The export may have other templates."""
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}  # units of --mem; the default is M
 
 
@@ -49,7 +50,8 @@ def render_export(plan: Plan, profile: Profile, *, python: str, package_root: st
     assert after is not None and after.export is not None
     alone = plan.model_copy(update={"name": f"{plan.name}-export"})
     one = (type_request(profile, None),)
-    return _render("export.sbatch", alone, profile, python, package_root, requests=one, export=after.export)
+    more = {"requests": one, "export": after.export, "setup_script": _in_run(f"launch/{EXPORT_SETUP_SCRIPT}")}
+    return _render("export.sbatch", alone, profile, python, package_root, **more)
 
 
 def render_engines(plan: Plan, profile: Profile, *, python: str, package_root: str | None = None) -> str:

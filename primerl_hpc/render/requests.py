@@ -41,10 +41,7 @@ def requests_of(plan: Plan, profile: Profile) -> tuple[Request, ...]:
     first, *others = found
     # dependency, start time and mail are given once, in the leading component
     quiet = {"dependency": None, "begin": None, "mail_type": (), "mail_user": None}
-    return (
-        first,
-        *(replace(other, scheduler=other.scheduler.model_copy(update=quiet)) for other in others),
-    )
+    return (first, *(replace(other, scheduler=other.scheduler.model_copy(update=quiet)) for other in others))
 
 
 def type_request(profile: Profile, node_type: str | None) -> Request:

@@ -23,6 +23,7 @@ from primerl_hpc.common import env
 from primerl_hpc.common.errors import NotFoundError, OccupiedError
 from primerl_hpc.common.files import read_json_or_none, write_json, write_text
 from primerl_hpc.run.access.ownership import check_may_enter
+from primerl_hpc.run.lock import is_owner_alive
 from primerl_hpc.run.rundir import RunDir
 
 _INDEX_VERSION = 1
@@ -121,6 +122,8 @@ def find_run(word: str | None) -> RunDir:
             check_may_enter(RunDir(path.resolve()))
         if (path / "plan.json").is_file():
             return RunDir(path.resolve())
+        if RunDir(path).is_unfinished:
+            raise _unfinished(RunDir(path.resolve()))
     if word is not None and ("/" in word or Path(word).is_dir()):
         raise NotFoundError("no run here: plan.json is missing", location=word)
     runs = registered_runs()
@@ -141,6 +144,17 @@ def find_run(word: str | None) -> RunDir:
     return RunDir(matching[0].path)
 
 
+def _unfinished(run: RunDir) -> NotFoundError:
+    if is_owner_alive(read_json_or_none(run.submission_lock), run.submission_lock):
+        cause, hint = "another process submits or deletes a run here", "try again when it has ended"
+    else:
+        cause = "no run here: its submission or deletion was interrupted, and no job was queued"
+        hint = (
+            f"submit it again with --run-dir {shlex.quote(str(run.root))}, which deletes what is left first"
+        )
+    return NotFoundError(cause, location=str(run.root), hint=hint)
+
+
 def word_for(run: RunDir) -> str:
     """Return a word for a command line with which `find_run` finds this run: its name, or else its path, quoted."""
     try:
@@ -152,12 +166,7 @@ def word_for(run: RunDir) -> str:
 
 def _from_entry(key: str, entry: dict[str, Any]) -> RegisteredRun:
     return RegisteredRun(
-        entry["path"],
-        entry["name"],
-        float(entry["submitted"]),
-        key,
-        entry["stamp"],
-        entry.get("memory"),
+        entry["path"], entry["name"], float(entry["submitted"]), key, entry["stamp"], entry.get("memory")
     )
 
 

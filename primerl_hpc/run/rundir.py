@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from primerl_hpc.common.files import read_json_or_none
+from primerl_hpc.common.files import names_in, read_json_or_none
 from primerl_hpc.common.names import MAIN_PHASE
 from primerl_hpc.run.leases import is_leased, make_lease
 from primerl_hpc.run.step_dirs import (
@@ -64,6 +64,16 @@ class RunDir:
     @property
     def provenance(self) -> Path:
         return self.root / "provenance.json"
+
+    @property
+    def submission_lock(self) -> Path:
+        """Held while `submit` writes or deletes the directory; see `is_unfinished`."""
+        return self.root / "submission.lock"
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True while `submit` writes or deletes the directory, and if it was killed then: no job has been queued."""
+        return self.submission_lock.is_file() and not (self.plan.is_file() and names_in(self.control))
 
     @property
     def launch(self) -> Path:

@@ -20,14 +20,11 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.slow
-def test_sft_is_followed_by_its_export_and_its_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sft_is_followed_by_its_export_and_its_evaluation(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tiny_model(tmp_path / "outputs" / "tiny", rows=500)
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
     held_out = "{id: reverse-text, name: held-out, args: {split: test}, samples: 2, num_tasks: 8}"
     changes = ["max_steps=6", f"after.evaluation.environments=[{held_out}]"]
     words = [word for change in changes for word in ("--set", change)]

@@ -367,13 +367,14 @@ def test_a_teachers_reply_becomes_tokens_of_the_policys_template(serving: Servin
     async def check(rollouts: Rollouts) -> None:
         episode = await rollouts.run(evaluate=True)  # chat completions: text, no tokens
         rollout = rollout_of(episode, temperature=1.0, need_tokens=False)
-        add_samples(rollout, episode, renderer_of(serving))
+        tokenizer = AutoTokenizer.from_pretrained(serving.model)
+        add_samples(rollout, episode, make_renderer(serving.recipe.model, tokenizer))
         (sample,) = rollout.samples
         (prompt,) = rollout_of(await rollouts.run(), temperature=1.0).samples
         length = int(np.flatnonzero(prompt.loss_mask)[0])
         assert sample.token_ids[:length].tolist() == prompt.token_ids[:length].tolist()
         assert not sample.loss_mask[:length].any()
-        text = AutoTokenizer.from_pretrained(serving.model).decode(sample.token_ids[sample.loss_mask])
+        text = tokenizer.decode(sample.token_ids[sample.loss_mask])
         (played,) = episode.traces
         end = "" if played.calls[-1].finish_reason == "length" else "<|im_end|>"
         assert text == played.nodes[-1].message.content + end
@@ -408,10 +409,6 @@ def test_the_policy_with_a_demonstration_scores_tokens_sampled_without_it(servin
     config = OPSD(demo_key="answer", template="say {demonstration}")
     tokenizer = AutoTokenizer.from_pretrained(serving.model)
     with_rollouts(serving, check)
-
-
-def renderer_of(serving: Serving) -> Any:
-    return make_renderer(serving.recipe.model, AutoTokenizer.from_pretrained(serving.model))
 
 
 def test_a_server_that_does_not_restart_is_reported(serving: Serving) -> None:

@@ -86,3 +86,15 @@ def printed(*rows: str) -> str:
 
 UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 """A line of a shell script: squeue asked about a job that has left its memory."""
+
+
+class Slurm:
+    """Answers squeue and sacct with the same rows each time, and records which of them was asked."""
+
+    def __init__(self, squeue: str = "", sacct: str = "") -> None:
+        self.answers, self.asked = {"squeue": squeue, "sacct": sacct}, list[str]()
+
+    def __call__(self, command: list[str]) -> str:
+        self.asked.append(command[0])
+        text = self.answers[command[0]]
+        return squeue_answer(command, text) if command[0] == "squeue" else text

@@ -16,8 +16,9 @@ from typing import Any
 from primerl_hpc.common.errors import OccupiedError, PrimerlError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.launch.compose import Submission
+from primerl_hpc.launch.storage.clear import clear_run_dir, content_of
 from primerl_hpc.launch.storage.usage import Amount, check_is_mine, measure_run
-from primerl_hpc.launch.submit import check_not_running, clear_run_dir
+from primerl_hpc.launch.submit import check_not_running
 from primerl_hpc.plan.plan import load_plan
 from primerl_hpc.run.access.elsewhere import homes_of
 from primerl_hpc.run.rundir import RunDir
@@ -83,9 +84,11 @@ def find_earlier(root: Path) -> EarlierRun | None:
     Raises OccupiedError if ``root`` is not a directory with our plan.json, belongs to another user, or has a job that
     is running or queued; UnansweredError if SLURM does not answer.
     """
-    if not os.path.lexists(root) or (root.is_dir() and not root.is_symlink() and not any(root.iterdir())):
-        return None
     run = RunDir(root)
+    if not os.path.lexists(root) or run.is_unfinished:
+        return None  # `claim_run_dir` takes it, or refuses it
+    if root.is_dir() and not root.is_symlink() and not content_of(run):
+        return None
     if root.is_symlink() or not root.is_dir() or not run.plan.is_file():
         raise _refusal(
             root, "is not a run directory (it has no plan.json), and --overwrite deletes only run directories"
@@ -110,6 +113,4 @@ def delete_run(earlier: EarlierRun) -> None:
     Raises OccupiedError if the run was started meanwhile.
     """
     check_not_running(earlier.run)
-    # the plan first: after an interruption, no command treats the remaining files as a run
-    earlier.run.plan.unlink(missing_ok=True)
     clear_run_dir(earlier.run.root, keep_root=True)

@@ -48,7 +48,7 @@ def make_private(folder: Path, mode: int = PRIVATE) -> None:
 
 def executed_paths(run: RunDir) -> list[Path]:
     """Return the paths that an attempt executes, trusts or keeps secret, with their folders in the run directory."""
-    names = ("job.sbatch", "engines.sbatch", "export.sbatch", "setup.sh", "unpack-bundle.sh", "all.sh")
+    names = "job.sbatch engines.sbatch export.sbatch setup.sh export-setup.sh unpack-bundle.sh all.sh".split()
     scripts = [run.launch / name for name in names]
     return [
         run.root,

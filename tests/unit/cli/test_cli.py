@@ -263,23 +263,16 @@ def test_shown_paths_are_in_the_runs_folder_of_the_profile(
     assert "/r/small" in CliRunner().invoke(cli, words, catch_exceptions=False).output
 
 
-def test_slurm_without_slurm_is_refused_and_leaves_no_run_directory(folder: Path, tmp_path: Path) -> None:
-    profile = tmp_path / "site.yaml"
-    profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
-    words = ("submit", "recipe.yaml", "-p", str(profile), "--run-dir", "run")
-    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
-    assert done.returncode == ExitCode.UNAVAILABLE and "srun" in done.stderr
+def test_slurm_without_slurm_leaves_no_run_directory_and_a_user_folder_unchanged(folder: Path) -> None:
+    (folder / "site.yaml").write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
+    (folder / "mine").mkdir(mode=0o2770)  # striped, or with ACLs
+    before = (folder / "mine").stat().st_ino
+    for name in ("run", "mine"):
+        words = ("submit", "recipe.yaml", "-p", "site.yaml", "--run-dir", name)
+        done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+        assert done.returncode == ExitCode.UNAVAILABLE and "srun" in done.stderr
     assert not (folder / "run").exists()
-
-
-def test_a_refused_submission_leaves_a_user_folder_unchanged(folder: Path, tmp_path: Path) -> None:
-    profile = tmp_path / "site.yaml"
-    profile.write_text("name: site\nnodes: 2\nnode: {gpus: 8}\n")
-    (folder / "run").mkdir(mode=0o2770)  # striped, or with ACLs
-    before = (folder / "run").stat().st_ino
-    words = ("submit", "recipe.yaml", "-p", str(profile), "--run-dir", "run")
-    assert primerl(*words, cwd=folder, PATH="/usr/bin/nothing").returncode == ExitCode.UNAVAILABLE
-    assert (folder / "run").stat().st_ino == before and not any((folder / "run").iterdir())
+    assert (folder / "mine").stat().st_ino == before and not any((folder / "mine").iterdir())
 
 
 def test_resume_may_change_sbatch_options_but_not_the_plan(folder: Path, tmp_path: Path) -> None:
@@ -394,11 +387,11 @@ def test_the_earlier_command_inference_refuses_other_recipes_and_options_for_a_r
     assert done.returncode == code and expected in done.stderr and tree(folder) == before
 
 
-def test_plan_does_not_overwrite_another_script(folder: Path) -> None:
-    (folder / "out").mkdir()
-    (folder / "out" / "job.sbatch").write_text("mine\n")
-    done = primerl("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", "out", cwd=folder)
-    assert done.returncode == ExitCode.OCCUPIED and (folder / "out" / "job.sbatch").read_text() == "mine\n"
+@pytest.mark.parametrize("content", [b"mine\n", b"\xff\x00"])
+def test_plan_does_not_overwrite_another_file(folder: Path, content: bytes) -> None:
+    (folder / "job.sbatch").write_bytes(content)
+    done = primerl("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
+    assert done.returncode == ExitCode.OCCUPIED and (folder / "job.sbatch").read_bytes() == content
 
 
 def test_every_script_of_a_run_is_shown_and_checked_before_it_is_prepared(folder: Path) -> None:
@@ -429,12 +422,6 @@ after: {export: {to: exported}}
     (folder / "engines.sbatch.j2").write_text("#!/bin/bash\nif true; then\n")
     broken = primerl("submit", *where, "--dry-run", cwd=folder, PRIMERL_TEMPLATES=str(folder))
     assert broken.returncode == ExitCode.CONFIG and "engines.sbatch" in broken.stderr
-
-
-def test_plan_does_not_overwrite_a_binary_file(folder: Path) -> None:
-    (folder / "job.sbatch").write_bytes(b"\xff\x00")
-    done = primerl("plan", "--scripts", "recipe.yaml", "-p", "local", "--out", ".", cwd=folder)
-    assert done.returncode == ExitCode.OCCUPIED and (folder / "job.sbatch").read_bytes() == b"\xff\x00"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

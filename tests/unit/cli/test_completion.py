@@ -21,8 +21,7 @@ from tests.support.helpers import ROOT, TOY_RECIPE, captured, make_plan, process
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "math-001")
     make_plan(run.root, TOY_RECIPE, processes=[process_plan(Role.TRAINER), process_plan(Role.INFERENCE)])
     register_run(run)

@@ -21,12 +21,9 @@ SHARDS = {"a.safetensors": ("x",), "b.safetensors": ("y", "lm_head.weight")}
 def folder(tmp_path: Path) -> Path:
     for name, tensors in SHARDS.items():
         save_file(dict.fromkeys(tensors, ONE), tmp_path / name)
-    write_index(tmp_path, {tensor: name for name, tensors in SHARDS.items() for tensor in tensors})
+    weight_map = {tensor: name for name, tensors in SHARDS.items() for tensor in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return tmp_path
-
-
-def write_index(folder: Path, weight_map: dict[str, str]) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_tensors_are_found_with_and_without_an_index(folder: Path) -> None:

@@ -35,8 +35,8 @@ def add_after(folder: Path, to: str = "exported", text: str = AFTER) -> None:  #
     recipe.write_text(recipe.read_text() + (text % json.dumps(to) if "%s" in text else text))
 
 
-def prepare(folder: Path, profile: str = "virtual") -> subprocess.CompletedProcess[str]:  # noqa: F811
-    return primerl("submit", "recipe.yaml", "-p", profile, "--dry-run", "--run-dir", "run", cwd=folder)
+def prepare(folder: Path, profile: str = "virtual", *more: str) -> subprocess.CompletedProcess[str]:  # noqa: F811
+    return primerl("submit", "recipe.yaml", "-p", profile, "--dry-run", "--run-dir", "run", *more, cwd=folder)
 
 
 def test_follow_up_scripts_and_the_evaluation_run_are_prepared_with_the_run(folder: Path) -> None:  # noqa: F811
@@ -56,6 +56,18 @@ def test_follow_up_scripts_and_the_evaluation_run_are_prepared_with_the_run(fold
     assert [process["role"] for process in phase["processes"]].count("inference") == 2
     again = load_recipe(str(run.evaluation.recipe)).recipe
     assert again.kind == "eval" and again.environments.eval[0].name == "held-out"
+
+
+def test_the_export_sources_its_own_setup_functions(folder: Path) -> None:  # noqa: F811
+    (folder / "site").mkdir()
+    (folder / "site" / "setup.sh.j2").write_text("# of the CPU nodes\n")
+    add_after(folder, text=f"after: {{export: {{to: x, profile: {{templates: {folder / 'site'}}}}}}}\n")
+    done = prepare(folder, "virtual", "--profile-set", "software.setup=[date]")
+    assert done.returncode == 0, done.stderr
+    launch = RunDir(folder / "run").launch
+    assert "setup_begin()" in (launch / "setup.sh").read_text()
+    assert (launch / "export-setup.sh").read_text() == "# of the CPU nodes\n"
+    assert "/launch/export-setup.sh || exit" in (launch / "export.sbatch").read_text()
 
 
 def test_a_hostile_folder_name_stays_one_argument(folder: Path) -> None:  # noqa: F811

@@ -25,7 +25,7 @@ from primerl_hpc.run.registry import register_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.slurm.commands import UnansweredError
 from primerl_hpc.slurm.reasons import explain_reason
-from tests.support.slurm_rows import outcome_row, queue_row, squeue_answer
+from tests.support.slurm_rows import Slurm, outcome_row, queue_row
 
 
 def is_known(key: str) -> bool:
@@ -157,15 +157,6 @@ def test_a_job_that_waits_for_nothing_has_no_reason() -> None:
 
 
 # -- complete runs ---------------------------------------------------------------------------------
-
-
-class Slurm:
-    def __init__(self, squeue: str = "", sacct: str = "") -> None:
-        self.answers = {"squeue": squeue, "sacct": sacct}
-
-    def __call__(self, command: list[str]) -> str:
-        text = self.answers[command[0]]
-        return squeue_answer(command, text) if command[0] == "squeue" else text
 
 
 @pytest.fixture

@@ -29,15 +29,8 @@ from primerl_hpc.run import registry
 from primerl_hpc.run.ledger.attempts import attempts_from_events, last_activity
 from primerl_hpc.run.metrics import HighErrorRate, read_last_steps
 from primerl_hpc.run.rundir import RunDir
-from tests.support.slurm_rows import queue_row, squeue_answer, usage_row
+from tests.support.slurm_rows import Slurm, queue_row, usage_row
 from tests.support.terminal import Terminal
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
 
 PLAN = {
     "version": 1,
@@ -115,16 +108,6 @@ def live_run(folder: Path, *, steps: int = 10, ends_in_s: float = 3600.0) -> Run
             },
         )
     return run
-
-
-class Slurm:
-    def __init__(self, squeue: str = "", sacct: str = "") -> None:
-        self.answers, self.asked = {"squeue": squeue, "sacct": sacct}, []
-
-    def __call__(self, command: list[str]) -> str:
-        self.asked.append(command[0])
-        text = self.answers[command[0]]
-        return squeue_answer(command, text) if command[0] == "squeue" else text
 
 
 def running(job: str) -> str:
@@ -516,7 +499,7 @@ def test_the_list_asks_slurm_as_rarely_as_the_site_of_a_run_allows(tmp_path: Pat
     assert len(asked) == 3 and asked[2] - asked[1] >= 60
 
 
-def test_a_lost_or_damaged_index_is_rebuilt(tmp_path: Path, home: Path) -> None:
+def test_a_lost_or_damaged_index_is_rebuilt(tmp_path: Path, own_state_home: Path) -> None:
     make_run(tmp_path / "a", "done")
     assert len(RunCatalog(JobWatcher(Slurm())).list_runs()) == 1
     key = registry.registered_runs()[0].key
@@ -529,7 +512,7 @@ def test_a_lost_or_damaged_index_is_rebuilt(tmp_path: Path, home: Path) -> None:
     ]
     shapes = [json.dumps({"version": 1, "runs": runs}).encode() for runs in broken]
     for spoilt in (b"", b"{", b"\xff", b"[]", b'{"version": 99}', *shapes):
-        (home / "index.json").write_bytes(spoilt)
+        (own_state_home / "index.json").write_bytes(spoilt)
         assert [brief.state for brief in RunCatalog(JobWatcher(Slurm())).list_runs()] == [RunState.DONE]
 
 
@@ -573,10 +556,10 @@ def test_removed_directories_are_listed_as_such_and_can_be_unregistered(tmp_path
 
 
 def test_two_thousand_runs_need_one_query_and_few_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = make_run(tmp_path / "run-0", "done")
-    folder = next((tmp_path / "home" / "runs").iterdir()).parent
+    folder = next((own_state_home / "runs").iterdir()).parent
     for number in range(1, 2000):
         run = RunDir(tmp_path / f"run-{number}")
         run.control.mkdir(parents=True)

@@ -32,9 +32,8 @@ EARLIER = Path(__file__).with_name("data") / "earlier_run"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(tmp_path: Path) -> RunDir:
     """A copy of the earlier run, stopped after step 2."""
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
     run = RunDir(tmp_path / "earlier")
     shutil.copytree(EARLIER, run.root)
     write_json(run.state, {"attempt": 1, "state": "stopped", "phase": "main", "started": 1.0, "updated": 9.0})

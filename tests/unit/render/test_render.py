@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -88,6 +89,14 @@ def test_a_walltime_warning_before_the_supervisor_is_there_ends_nothing(tmp_path
     text = script(profile.model_copy(update={"software": software}), run_dir=run_dir, python="/bin/echo")
     done = subprocess.run(["bash", "-c", text], check=True, capture_output=True, text=True)
     assert done.stdout == f"-m primerl_hpc.runtime.supervisor {run_dir}\n"
+
+
+@pytest.mark.parametrize(("time", "warned"), [("00:01:30", []), ("00:02:30", ["60"]), ("01:00:00", ["70"])])
+def test_slurm_sends_no_warning_while_a_short_job_starts(time: str, warned: list[str]) -> None:
+    """Its signal ends a batch script that has not reached its first line."""
+    changes = [f"scheduler.time={time}", "scheduler.signal_margin_s=70"]
+    text = script(load_profile("virtual", overrides=changes).profile)
+    assert re.findall("--signal=B:USR2@(.*)", text) == warned
 
 
 # -- lines of the setup that fail

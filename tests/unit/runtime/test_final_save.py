@@ -19,15 +19,10 @@ from primerl_hpc.runtime.job import walltime as walltime_module
 from primerl_hpc.runtime.job.walltime import Deadline, WalltimeWatch
 from primerl_hpc.runtime.step_history import ProgressWatch
 from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
+from tests.unit.runtime.test_walltime import step_row as row
 
 SFT = {"kind": "sft", "name": "toy", "model": {"name": "m"}, "max_steps": 3}
 SFT |= {"sft": {"data": {"path": "none.jsonl"}}}
-
-
-def row(number: int, /, *, at: float | None = None, attempt: int = 1, **seconds: float) -> dict[str, Any]:
-    """Return the metrics of step ``number``, written at ``at`` [default: second ``number``]."""
-    times = {f"time/{name}": value for name, value in seconds.items()}
-    return {"step": number, "time": float(number) if at is None else at, "attempt": attempt, **times}
 
 
 def learn(

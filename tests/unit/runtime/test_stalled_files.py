@@ -24,13 +24,7 @@ from primerl_hpc.run.endpoints import publish_endpoint
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.runtime.files import journal as journal_module
 from primerl_hpc.runtime.files.journal import Journal
-from tests.support.helpers import (
-    PATIENCE_S,
-    ROOT,
-    captured,
-    is_alive,
-    wait_for,
-)
+from tests.support.helpers import PATIENCE_S, ROOT, captured, is_alive, wait_for
 from tests.unit.runtime.test_supervisor import SERVE, Toy, toy  # noqa: F401 (a fixture)
 
 LIBRARY = ROOT / "tests" / "support" / "stalled_files.c"

@@ -54,10 +54,6 @@ def save(run: RunDir, step: int, follower: CheckpointFollower) -> None:
     assert follower.follow() == [step]
 
 
-def num_files(run: RunDir) -> int:
-    return sum(len(names) for _, _, names in os.walk(run.root))
-
-
 def test_a_thousand_steps_leave_a_limited_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +79,7 @@ def test_a_thousand_steps_leave_a_limited_number_of_files(
             publish_endpoint(run, "inference-0", "http://127.0.0.1:1")
         clean_up(run, recipe, receiver, step)
         if step % 100 == 50:
-            counts.append(num_files(run))
+            counts.append(sum(len(names) for _, _, names in os.walk(run.root)))
     journal.catch_up()
     assert max(counts) <= BUDGET, counts
     assert counts[-1] == counts[1], f"the number grows with the steps: {counts}"

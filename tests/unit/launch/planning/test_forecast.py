@@ -50,7 +50,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no sbatch
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     write(tmp_path)
     return tmp_path

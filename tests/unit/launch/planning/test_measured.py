@@ -20,12 +20,6 @@ from tests.support.helpers import TOY_RECIPE, make_plan, process_plan
 from tests.support.stranger import as_stranger
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 def figure(value: float, unit: str = "s") -> PredictedFigure:
     return PredictedFigure(value=value, low=0.8 * value, high=1.2 * value, unit=unit, tier="table")
 
@@ -112,13 +106,14 @@ def test_a_run_without_a_prediction_or_with_too_few_steps_records_nothing(
 
 
 def test_a_ledger_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, own_state_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home.write_text("a file where the state home should be")
+    own_state_home.rmdir()
+    own_state_home.write_text("a file where the state home should be")
     run = run_with(tmp_path / "run", RECORD)
     refresh(run)
     assert read_rows(run.ledger, warn=pytest.fail)
-    assert str(home) in capsys.readouterr().err
+    assert str(own_state_home) in capsys.readouterr().err
 
 
 def test_metrics_that_cannot_be_read_are_a_warning(

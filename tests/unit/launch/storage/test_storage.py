@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import signal
+import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from primerl_hpc.cli.main import cli
-from primerl_hpc.cluster.load import load_profile
-from primerl_hpc.common.errors import DataError, ExitCode, OccupiedError
+from primerl_hpc.cluster.load import LoadedProfile, load_profile
+from primerl_hpc.common.errors import DataError, ExitCode, NotFoundError, OccupiedError
 from primerl_hpc.common.files import read_json, write_json, write_text
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.launch.checklist import check_run
@@ -27,9 +31,10 @@ from primerl_hpc.launch.storage.usage import measure_run
 from primerl_hpc.launch.submit import claim_run_dir, clear_run_dir, prepare_run
 from primerl_hpc.plan.plan import OnExit
 from primerl_hpc.plan.planner import compile_plan
-from primerl_hpc.recipe.load import load_recipe
+from primerl_hpc.recipe.load import LoadedRecipe, load_recipe
 from primerl_hpc.run.access.elsewhere import MARKER, delete_parts
 from primerl_hpc.run.access.ownership import check_own
+from primerl_hpc.run.registry import find_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
 from primerl_hpc.transport.weights.delta import DeltaWeightReader
@@ -38,6 +43,7 @@ from tests.unit.runtime.test_supervisor import UNTIL_STOPPED, Toy, toy  # noqa: 
 from tests.unit.transport.test_weights_delta import write_full, write_link
 
 ANOTHER_USER = 12_345
+Evaluated = tuple[LoadedRecipe, LoadedProfile, Path]
 
 
 @pytest.fixture
@@ -243,8 +249,7 @@ def test_a_running_run_is_neither_overwritten_nor_pruned_nor_archived(
     assert earlier is not None and earlier.amount.num_files > 3
 
 
-def test_overwrite_deletes_nothing_without_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+def test_overwrite_deletes_nothing_without_a_yes(tmp_path: Path) -> None:
     run, recipe = RunDir(tmp_path / "runs" / "one"), unusable_sft_recipe(tmp_path)
 
     def submit(*words: str, **more: str) -> Result:
@@ -285,10 +290,7 @@ def test_overwrite_refuses_what_is_no_run_directory(tmp_path: Path, kind: str, r
     assert find_earlier(tmp_path / "empty") is None and find_earlier(tmp_path / "absent") is None
 
 
-def test_overwrite_deletes_nothing_that_the_new_run_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+def test_overwrite_deletes_nothing_that_the_new_run_reads(tmp_path: Path) -> None:
     run, recipe = RunDir(tmp_path / "runs" / "one"), unusable_sft_recipe(tmp_path)
     words = ("submit", recipe, "-p", "local", "--run-dir", str(run.root))
     assert command(*words, "--dry-run").exit_code == 0
@@ -311,16 +313,17 @@ def test_overwrite_deletes_nothing_that_the_new_run_reads(
     assert {path: path.stat().st_mtime_ns for path in sorted(run.root.rglob("*"))} == files
 
 
-def test_overwrite_replaces_the_evaluation_of_the_earlier_run_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRIMERL_HOME", str(tmp_path / "home"))
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluated:
+    """A recipe with an evaluation after the run, a profile and a run directory."""
     monkeypatch.chdir(tmp_path)
     make_tiny_model(tmp_path / "outputs" / "tiny", rows=10)
-    loaded = load_recipe("reverse_text/sft_then_evaluate")
-    profile, root = load_profile("local"), tmp_path / "runs" / "one"
-    run, _ = prepare_run(loaded, profile, root)
-    planned = check_run(loaded, profile, root=root)
+    return load_recipe("reverse_text/sft_then_evaluate"), load_profile("local"), tmp_path / "runs" / "one"
+
+
+def test_overwrite_replaces_the_evaluation_of_the_earlier_run_with_it(evaluated: Evaluated) -> None:
+    run, _ = prepare_run(*evaluated)
+    planned = check_run(*evaluated[:2], root=run.root)
     write_text(run.weights_step(1) / "file", "x")
     with pytest.raises(OccupiedError, match="is not the evaluation of"):
         find_replaced(planned)
@@ -330,7 +333,52 @@ def test_overwrite_replaces_the_evaluation_of_the_earlier_run_with_it(
     assert [earlier.run.root for earlier in replaced] == [run.root, run.evaluation.root]
     for earlier in replaced:
         delete_run(earlier)
-    assert prepare_run(loaded, profile, root)[0].root == root
+    assert prepare_run(*evaluated)[0].root == run.root
+
+
+CHANGES = ("os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def end_of_child(root: Path, number: int, call: Callable[[], object]) -> int:
+    """Call in a child that is killed before its change number ``number`` of files of the run; return its exit code."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    counter, code = itertools.count(1), 1
+
+    def kill(event: str, values: tuple[Any, ...]) -> None:
+        is_change = event in CHANGES or (event == "open" and int(values[2]) & (os.O_WRONLY | os.O_RDWR))
+        if is_change and str(values[0]).startswith(str(root)) and next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sys.addaudithook(kill)
+        call()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize("distance", [pytest.param(3, marks=pytest.mark.slow), 29])
+def test_a_submission_that_is_killed_at_any_step_can_be_repeated(evaluated: Evaluated, distance: int) -> None:
+    """It replaces an earlier run and its evaluation; each state is a run, or is taken by the next submission."""
+
+    def submit() -> RunDir:
+        return prepare_run(*evaluated, make_room=lambda new: [*map(delete_run, find_replaced(new))])[0]
+
+    code, is_interrupted = -signal.SIGKILL, False
+    for number in itertools.count(1, distance):
+        run = submit()
+        write_json(run.job, {"job_id": "1"})
+        write_json(run.evaluation.job, {"parent": str(run.root), "job_id": "1"})
+        if (code := end_of_child(run.root, number, submit)) != -signal.SIGKILL:
+            break
+        if run.plan.exists():
+            assert find_run(str(run.root)).job_script.exists() and run.evaluation.plan.exists()
+        elif run.submission_lock.exists():
+            is_interrupted = True
+            with pytest.raises(NotFoundError, match="was interrupted"):
+                find_run(str(run.root))
+    assert code == 0 and is_interrupted
 
 
 def test_one_of_two_submissions_at_once_gets_an_empty_directory(tmp_path: Path) -> None:
