@@ -1,7 +1,6 @@
 """The table of model families, which trainer, engines, planner and `new` read: facts of each ``model_type``.
 
     family_of("qwen3_next").has_state                   # True; a family that is not in the table has the defaults
-    check_family("qwen3", model, is_untested=False)     # ConfigError for a family that no test compares
 
 Models run by transformers' own code. What a family needs of our code is in `trainer/model/families.py`, the layers by
 which the planner counts its parameters in `plan/predict/architectures/families.py`, and the options with which vLLM
@@ -87,16 +86,10 @@ def family_of(model_type: object) -> ModelFamily:
     return FAMILIES.get(str(model_type), ModelFamily(is_compared=False))
 
 
-def check_family(model_type: object, name: str, *, is_untested: bool) -> None:
-    """Raise ConfigError for a family that no test compares, unless the recipe accepts it (``is_untested``)."""
-    if is_untested or family_of(ALIASES.get(str(model_type), model_type)).is_compared:
-        return
+def check_named(model_type: object, name: str) -> None:
+    """Raise ConfigError if a configuration names no family."""
     if not isinstance(model_type, str):
         raise ConfigError(
             f"the config.json of model {name} names no family (model_type)",
             hint="use the config.json of the model's repository",
         )
-    raise ConfigError(
-        f"model {name} is of family {model_type}, which no test compares with transformers",
-        hint="choose a family of docs/models.md, or set model.untested to true",
-    )

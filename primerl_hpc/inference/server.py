@@ -332,7 +332,7 @@ def _arguments(plan: Plan, phase: PhasePlan, process: str, model_path: str) -> l
     check_adapters(recipe, phase.model_path, plan.accelerator)
     if recipe.kind == Kind.RL:
         family = config.get("model_type")
-        check_engine(family, recipe.model.name, plan.accelerator, is_untested=recipe.model.untested)
+        check_engine(family, recipe.model.name, plan.accelerator, is_accepted=recipe.model.accept_uncompared)
     # the base model, not a policy version: those are copied as deltas, or read once
     if model_path == phase.model_path:
         model_path = local_copy(model_path)

@@ -65,7 +65,7 @@ def recipe_of(request: dict[str, Any], float32: list[str]) -> Recipe:
         {
             "kind": "rl",
             "name": "mismatch",
-            "model": {"name": model, "dtype": request["dtype"], "untested": True},
+            "model": {"name": model, "dtype": request["dtype"], "accept_uncompared": True},
             "seq_len": request["prompt_tokens"] + new_tokens,
             "max_steps": 1,
             "environments": {"train": [{"id": "reverse-text"}]},

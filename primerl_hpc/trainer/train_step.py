@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 from primerl_hpc.common.errors import ExitCode, RoleError
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.recipe.schedules import lr_factor
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.trainer.batch import check_token_ids, make_batch, stack_rows
 from primerl_hpc.trainer.losses import component_counts, step_loss, try_loss
 from primerl_hpc.trainer.losses.custom import check_metrics
 from primerl_hpc.trainer.metrics import MetricSums, add_token_metrics, means, metric_names
+from primerl_hpc.trainer.model.comparison import compare
 from primerl_hpc.trainer.model.policy import (
     Policy,
     build_policy,
@@ -271,6 +273,8 @@ def build_trainer(
     loss_metrics = try_loss(recipe.loss)
     folder = Path(local_copy(str(model_folder(model_path, world))))
     policy = build_policy(recipe, folder, world, may_be_random=may_be_random)
+    if not family_of(policy.hf.config.model_type).is_compared and not recipe.model.accept_uncompared:
+        compare(policy, recipe)
     optimizer = build_optimizer(policy.hf, recipe)
     names = {parameter: name for name, parameter in policy.hf.named_parameters() if parameter.requires_grad}
     trainer = Trainer(

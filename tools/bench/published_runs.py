@@ -38,7 +38,7 @@ FAMILIES = (
 )  # fmt: skip
 SETTINGS = (
     "warmup.max_steps=20", "max_steps=4", "rollouts.async_level=0", "rollouts.batch_size=32", "environments.eval=[]",
-    "checkpoint.interval=null", "seq_len=128", "layout.trainer.ranks=2",
+    "checkpoint.interval=null", "seq_len=128", "layout.trainer.ranks=2", "trainer.vision=none",
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, NotFoundError
-from primerl_hpc.common.model_families import check_family
+from primerl_hpc.common.log import show_warnings
+from primerl_hpc.common.model_families import ALIASES, check_named, family_of
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.predict.shape import ModelShape, known_config, shape_of
@@ -103,8 +104,8 @@ def check_positions(recipe: Recipe, model: ModelConfig) -> None:
 
 
 def refuse_untrainable(recipe: Recipe, model: ModelConfig, accelerator: str = "gpu") -> None:
-    """Raise ConfigError if the recipe trains a family that no test compares, or a quantization that cannot be trained,
-    or if its engines on this ``accelerator`` compute another policy.
+    """Raise ConfigError if the recipe trains a quantization that cannot be trained, or if its engines on this
+    ``accelerator`` compute another policy. Warns of a family that no test compares.
 
     Engines keep the quantization of the checkpoint that they load, so they cannot take the trainer's bfloat16 weights.
     Without config.json nothing is checked.
@@ -112,9 +113,14 @@ def refuse_untrainable(recipe: Recipe, model: ModelConfig, accelerator: str = "g
     name, config = recipe.model.name, model.content
     if recipe.kind not in (Kind.RL, Kind.SFT) or config is None:
         return
-    check_family(config.get("model_type"), name, is_untested=recipe.model.untested)
+    family, is_accepted = config.get("model_type"), recipe.model.accept_uncompared
+    check_named(family, name)
+    if not is_accepted and not family_of(ALIASES.get(str(family), family)).is_compared:
+        show_warnings(
+            [f"no test compares family {family} with transformers: the trainer compares it when it starts"]
+        )
     if recipe.kind == Kind.RL:
-        check_engine(config.get("model_type"), name, accelerator, is_untested=recipe.model.untested)
+        check_engine(family, name, accelerator, is_accepted=is_accepted)
     if (quantization := quantization_of(config)) is None:
         return
     check_readable(quantization, name)

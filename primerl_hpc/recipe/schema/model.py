@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,6 +60,7 @@ class Renderer(Block):
 class Model(Block):
     """The policy: its weights, tokenizer, data types and chat format."""
 
+    removed: ClassVar[dict[str, str]] = {"untested": "set model.accept_uncompared"}
     name: str
     """Hub id, or a folder with config.json, safetensors and tokenizer. Relative paths are resolved against the folder
     in which you submit."""
@@ -74,9 +75,9 @@ class Model(Block):
     ``flash-attn-4``) or FlashAttention-3 (Hopper) where its package is installed.
     ``flash_attention_2`` and ``flash_attention_3`` require the packages flash-attn and flash-attn-interface."""
     renderer: Renderer = Renderer()
-    untested: Bool = False
-    """Train a model family that no test compares with transformers (docs/models.md). Default: refuse such families,
-    because they may be trained wrongly without an error."""
+    accept_uncompared: Bool = False
+    """Train a model family that no test compares with transformers (docs/models.md) without comparing it. Default: the
+    trainer compares it on the run's weights when it starts, and ends if it computes something else."""
     trust_remote_code: Bool = False
     """Execute modeling code that the model folder or hub repository contains. Default: refuse such models."""
 

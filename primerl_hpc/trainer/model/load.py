@@ -9,6 +9,7 @@ transformers' own conversion (`families.group_sources`) makes one from the other
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -121,6 +122,11 @@ def refuse_quantized(slices: dict[str, Any], folder: Path) -> None:
 
 def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def joins_experts(folder: Path) -> bool:
+    """True if the folder's files hold the experts of a layer in one tensor, whatever transformers would write."""
+    return has_weights(folder) and any(re.search(r"\.experts\.\w+$", name) for name in tensor_files(folder))
 
 
 @torch.no_grad()

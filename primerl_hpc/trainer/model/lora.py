@@ -50,17 +50,20 @@ class AdaptedLinear(nn.Linear):
         return super().forward(x) + self.lora_scale * F.linear(low, self.lora_B)
 
 
-def attach_adapters(hf: PreTrainedModel, blocks: Sequence[nn.Module], config: LoRA) -> None:
+def attach_adapters(
+    hf: PreTrainedModel, blocks: Sequence[nn.Module], config: LoRA, *, has_joined_experts: bool = False
+) -> None:
     """Adapt the modules of the decoder's blocks that ``config`` names and freeze all others. Call before sharding.
 
-    Raises ConfigError for a name that matches no module, and for a module that cannot be adapted.
+    ``has_joined_experts``: the model's files hold the experts of a layer in one tensor. Raises ConfigError for a name
+    that matches no module, and for a module that cannot be adapted.
     """
     hf.requires_grad_(False)
     experts = set(expert_modules(hf))
     found = select_modules(hf, blocks, config, experts)
     for path, module in found.items():
         if has_fused_experts(module):
-            check_experts(hf, path, module, config)
+            check_experts(hf, path, module, config, is_joined=has_joined_experts)
             adapt_experts(module, config)
         elif isinstance(module, nn.Linear):
             adapt_linear(module, config)
@@ -108,7 +111,9 @@ def adapt_linear(module: nn.Linear, config: LoRA) -> None:
     module.lora_scale, module.lora_dropout = config.scale, config.dropout
 
 
-def check_experts(hf: PreTrainedModel, path: str, module: FusedExperts, config: LoRA) -> None:
+def check_experts(
+    hf: PreTrainedModel, path: str, module: FusedExperts, config: LoRA, *, is_joined: bool
+) -> None:
     """Raise ConfigError if the rank does not suit grouped products, or the adapters could not be written.
 
     The adapter format stores experts one by one, as the model's files do in most families.
@@ -117,7 +122,7 @@ def check_experts(hf: PreTrainedModel, path: str, module: FusedExperts, config: 
         raise ConfigError(
             f"lora.rank {config.rank} must be a multiple of {EXPERT_RANK_MULTIPLE} for adapters of experts"
         )
-    if not has_separate_experts(hf, path, module):
+    if is_joined or not has_separate_experts(hf, path, module):
         raise ConfigError(
             f"files of {type(hf).__name__} hold all experts in one tensor, which no adapter format supports",
             hint="name other modules in lora.target_modules, e.g. [q_proj, k_proj, v_proj, o_proj]",

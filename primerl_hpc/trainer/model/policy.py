@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from primerl_hpc.common.errors import ConfigError, DataError
-from primerl_hpc.common.model_families import ALIASES, check_family, family_of
+from primerl_hpc.common.model_families import ALIASES, family_of
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.training import TOWER_KEYS
@@ -57,7 +57,7 @@ from primerl_hpc.trainer.model.head import (
     auto_chunk_tokens,
     choose_head,
 )
-from primerl_hpc.trainer.model.load import has_weights, init_random_weights, load_weights
+from primerl_hpc.trainer.model.load import has_weights, init_random_weights, joins_experts, load_weights
 from primerl_hpc.trainer.model.lora import attach_adapters, cast_frozen_params, init_adapters, is_adapter
 from primerl_hpc.trainer.model.memory import apply_activation_checkpointing, init_buffers, materialize
 from primerl_hpc.trainer.model.replay import Replay
@@ -116,11 +116,16 @@ class Policy(nn.Module):
         self.in_float32: Sequence[nn.Module] = ()
         self.fused_head: FusedHead | None = None
 
-    def forward(self, batch: ForwardInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: ForwardInputs | Tensor) -> Any:
         """Return log π [T] and entropy [T], float32, of the T trained tokens.
 
-        Ranks that share a sequence all pass and return the full sequence.
+        Ranks that share a sequence all pass and return the full sequence. For token ids [1, N], which `comparison`
+        passes: transformers' own logits [1, N, V].
         """
+        if isinstance(batch, Tensor):
+            positions = torch.arange(batch.shape[1], device=batch.device)[None]
+            self.routing.begin_forward(make_packing(positions, self.context, self.attention))
+            return self.hf(input_ids=batch, use_cache=False).logits
         gather_float32(self.in_float32)
         host, input_ids = batch.on_host(), batch.input_ids
         targets, temperatures, images = batch.targets, batch.temperatures, batch.images
@@ -250,7 +255,7 @@ def build_policy(recipe: Recipe, folder: Path, world: World, *, may_be_random: b
     blocks = decoder_blocks(hf)
     vision = choose_vision(hf, recipe, world)
     if recipe.lora is not None:
-        attach_adapters(hf, blocks, recipe.lora)
+        attach_adapters(hf, blocks, recipe.lora, has_joined_experts=joins_experts(folder))
     dtype = PARAM_DTYPES[recipe.trainer.param_dtype]
     in_float32 = float32_modules(hf, blocks, recipe)
     kept = list(chain.from_iterable(in_float32.values()))
@@ -299,7 +304,6 @@ def build_on_meta(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
     """
     if not recipe.keeps_dropout:
         remove_dropout_from_config(config)
-    check_family(config.model_type, recipe.model.name, is_untested=recipe.model.untested)
     register_attention()
     auto_model, attention_of_parts = auto_class(config)
     with torch.device("meta"):

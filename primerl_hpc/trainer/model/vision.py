@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from primerl_hpc.common.model_families import family_of
 from primerl_hpc.trainer.batch import ImageBatch
 from primerl_hpc.trainer.model.families import decoder_of
 from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME
@@ -36,8 +37,9 @@ def auto_class(config: PreTrainedConfig) -> tuple[type, str | dict[str, str]]:
     """Return the auto class that builds the model, and the attention of its parts."""
     if config.get_text_config() is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM, ATTENTION_NAME
+    of_towers = "sdpa" if family_of(config.model_type).has_images else "eager"  # not all of them have sdpa
     return AutoModelForImageTextToText, {
-        part: ATTENTION_NAME if part == "text_config" else "sdpa" for part in config.sub_configs
+        part: ATTENTION_NAME if part == "text_config" else of_towers for part in config.sub_configs
     }
 
 

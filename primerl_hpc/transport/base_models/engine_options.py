@@ -42,12 +42,12 @@ def engine_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def check_engine(model_type: object, name: str, accelerator: str, *, is_untested: bool) -> None:
+def check_engine(model_type: object, name: str, accelerator: str, *, is_accepted: bool) -> None:
     """Raise ConfigError if engines on CPUs compute another policy than the trainer, unless the recipe accepts it."""
-    if accelerator != "cpu" or is_untested or model_type not in BIASED_CHOICE:
+    if accelerator != "cpu" or is_accepted or model_type not in BIASED_CHOICE:
         return
     raise ConfigError(
         f"model {name} is of family {model_type}: vLLM on CPUs {BIASED_CHOICE[str(model_type)]}, "
         "so its engines would sample from another policy than the trainer trains",
-        hint="use engines on GPUs, train it with kind sft, or set model.untested to true",
+        hint="use engines on GPUs, train it with kind sft, or set model.accept_uncompared to true",
     )

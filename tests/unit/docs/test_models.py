@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 from primerl_hpc.checks.recipe.model_config import load_config, refuse_untrainable
 from primerl_hpc.common import model_families
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.model_families import check_family
 from primerl_hpc.plan.predict.architectures.families import ARCHITECTURES
 from primerl_hpc.transport.base_models.engine_options import BIASED_CHOICE, check_engine
 from tests.e2e.test_parallel import LAYOUTS, REFUSED
@@ -97,19 +96,19 @@ def test_facts_of_families_are_in_one_table() -> None:
     assert found == own_code | {"common/model_families.py"}
 
 
-def test_a_family_that_no_test_compares_is_refused_unless_the_recipe_accepts_it(tmp_path: Path) -> None:
-    check_family("qwen3", "org/it", is_untested=False)
-    check_family("kimi_k2", "org/it", is_untested=False)
-    check_family("phimoe", "org/it", is_untested=True)
-    folder = tmp_path / "phimoe"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "phimoe"}')
-    with pytest.raises(ConfigError, match="is of family phimoe"):
-        refuse_untrainable(small_sft(folder), load_config(str(folder)))  # at submission
-    with pytest.raises(ConfigError, match=r"org/it is of family phimoe, .*model.untested to true"):
-        check_family("phimoe", "org/it", is_untested=False)
-    with pytest.raises(ConfigError, match=r"config.json of model org/it names no family"):
-        check_family(None, "org/it", is_untested=False)
+@pytest.mark.parametrize(("family", "is_warned"), [("qwen3", False), ("kimi_k2", False), ("phimoe", True)])
+def test_a_submission_warns_of_a_family_that_the_trainer_will_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, is_warned: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    refuse_untrainable(small_sft(tmp_path), load_config(str(tmp_path)))
+    assert ("no test compares family phimoe" in capsys.readouterr().err) == is_warned
+
+
+def test_a_configuration_without_a_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json of model .* names no family"):
+        refuse_untrainable(small_sft(tmp_path), load_config(str(tmp_path)))
 
 
 def test_families_that_engines_on_cpus_compute_differently_are_refused_there(tmp_path: Path) -> None:
@@ -117,9 +116,9 @@ def test_families_that_engines_on_cpus_compute_differently_are_refused_there(tmp
     assert all(not rows[family]["is_met"] for family in BIASED_CHOICE)
     wrong = {family for family, row in rows.items() if "start" in row and not row["is_met"]}
     assert wrong <= BIASED_CHOICE.keys()
-    check_engine("ernie4_5_moe", "org/it", "gpu", is_untested=False)
-    check_engine("ernie4_5_moe", "org/it", "cpu", is_untested=True)
-    check_engine("ernie4_5", "org/it", "cpu", is_untested=False)
+    check_engine("ernie4_5_moe", "org/it", "gpu", is_accepted=False)
+    check_engine("ernie4_5_moe", "org/it", "cpu", is_accepted=True)
+    check_engine("ernie4_5", "org/it", "cpu", is_accepted=False)
     folder = tmp_path / "ernie"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "ernie4_5_moe"}')

@@ -14,11 +14,15 @@ from safetensors.torch import load_file  # noqa: E402
 
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.export.merge import merge_adapter  # noqa: E402
+from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
 from primerl_hpc.recipe.schema.training import LoRA  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.trainer.model.families import decoder_blocks  # noqa: E402
 from primerl_hpc.trainer.model.lora import attach_adapters  # noqa: E402
+from primerl_hpc.trainer.model.policy import build_policy  # noqa: E402
+from tests.support.helpers import small_sft  # noqa: E402
 from tests.support.tiny_adapters import SHAPES, export_random_adapter, load, make_base  # noqa: E402
+from tests.support.tiny_models import make_family  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -91,3 +95,11 @@ def test_experts_whose_files_hold_all_in_one_tensor_are_refused(tmp_path: Path) 
     hf = make_base("granitemoe", tmp_path / "base")
     with pytest.raises(ConfigError, match="hold all experts in one tensor"):
         attach_adapters(hf, decoder_blocks(hf), LoRA(rank=8))
+
+
+def test_experts_that_the_files_hold_in_one_tensor_have_no_adapters(one_rank, tmp_path: Path) -> None:
+    """Qwen3.5 is published so; transformers would write them one by one."""
+    model = make_family("qwen3_5_moe", tmp_path)
+    recipe = parse_recipe(small_sft(model).model_dump() | {"lora": {"rank": 8}})
+    with pytest.raises(ConfigError, match="hold all experts in one tensor"):
+        build_policy(recipe, model, one_rank)

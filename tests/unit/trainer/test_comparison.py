@@ -1,0 +1,84 @@
+"""A family that no test compares is compared with transformers when the trainer starts, and refused if it differs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from primerl_hpc.common.errors import ConfigError  # noqa: E402
+from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
+from primerl_hpc.run.rundir import RunDir  # noqa: E402
+from primerl_hpc.trainer.model import comparison  # noqa: E402
+from primerl_hpc.trainer.model.comparison import compare  # noqa: E402
+from primerl_hpc.trainer.model.policy import build_policy  # noqa: E402
+from primerl_hpc.trainer.parallel import attention  # noqa: E402
+from primerl_hpc.trainer.train_step import build_trainer  # noqa: E402
+from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
+from tests.support.helpers import small_sft  # noqa: E402
+from tests.support.one_rank import one_rank_world  # noqa: E402
+from tests.support.tiny_models import COMMON, MORE_FAMILIES, make_family  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def rank() -> Any:
+    with one_rank_world() as world:
+        yield world
+
+
+@pytest.mark.parametrize("dtype", list(comparison.LIMITS))
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "gemma3"])
+def test_a_family_that_equals_transformers_is_trained_and_named(
+    rank: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, dtype: str
+) -> None:
+    make_family(family, tmp_path)
+    recipe = small_sft(tmp_path, param_dtype=dtype)
+    policy = build_policy(recipe, tmp_path, rank)
+    with caplog.at_level(logging.INFO):
+        compare(policy, recipe)
+    assert f"family {family}, which no test compares, equals transformers: log-probabilities" in caplog.text
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_samples_that_see_each_other_are_refused_with_figures(
+    rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a family whose attention would not read the packing."""
+    make_family("qwen3", tmp_path)
+    recipe = small_sft(tmp_path)
+    policy = build_policy(recipe, tmp_path, rank)
+    plain = attention.by_sample
+    monkeypatch.setattr(
+        attention,
+        "by_sample",
+        lambda query, key, value, lengths, *rest: plain(query, key, value, [63], *rest),
+    )
+    with pytest.raises(
+        ConfigError, match=r"else than transformers for family qwen3: .* differ by \d.*expected"
+    ):
+        compare(policy, recipe)
+
+
+def test_a_trainer_compares_only_what_no_test_compares_and_the_recipe_does_not_accept(
+    rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-MoE's router is random in training."""
+    monkeypatch.setitem(MORE_FAMILIES, "phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3})
+    make_family("phimoe", tmp_path, **COMMON)
+    recipe = small_sft(tmp_path)
+    watchdog = Watchdog(RunDir(tmp_path), "sft-0", rank=0, size=1, timeout_s=1000)
+    with pytest.raises(ConfigError, match="something else than transformers for family phimoe"):
+        build_trainer(recipe, str(tmp_path), rank, watchdog)
+    accepted = parse_recipe(
+        recipe.model_dump() | {"model": {"name": str(tmp_path), "accept_uncompared": True}}
+    )
+    build_trainer(accepted, str(tmp_path), rank, watchdog)
+
+
+def test_the_earlier_key_is_refused_with_the_present_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.untested"):
+        parse_recipe(small_sft(tmp_path).model_dump() | {"model": {"name": "m", "untested": True}})
