@@ -44,12 +44,14 @@ _LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")}
 }
 _PLAIN = """
     afmoe apertus arcee axk1 cohere cohere2 cohere2_moe cwm deepseek_v2 dots1 ernie4_5 ernie4_5_moe
-    exaone4 exaone_moe flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe
-    gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internvl jais2 laguna
+    exaone4 flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe
+    gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hyperclovax internvl jais2 laguna
     llama4 llama4_text mellum mimo_v2_flash minicpm3 ministral mistral3 nanochat olmo olmo2 olmo3 olmoe phi
-    qwen2_moe solar_open starcoder2 vaultgemma youtu
+    qwen2_moe starcoder2 vaultgemma youtu
 """
-_DIVIDED = "gemma2 gemma3_text glm4 kimi_k25 ministral3 mistral mixtral phi3 qwen2 seed_oss smollm3"
+_DIVIDED = """
+    exaone_moe gemma2 gemma3_text glm4 hy_v3 kimi_k25 ministral3 mistral mixtral phi3 qwen2 seed_oss smollm3 solar_open
+"""
 _STATE = "bamba granitemoehybrid lfm2 lfm2_moe lfm2_vl nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next"
 _IMAGES = "qwen2_5_vl qwen2_vl qwen3_vl"
 _PLANNED = "kimi_k2"

@@ -26,7 +26,7 @@ from primerl_hpc.trainer.parallel.mesh import to_local
 LENGTHS = (43, 2, 18)
 """Tokens of the samples."""
 LIMITS = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.2), "float16": (0.02, 0.1)}
-"""By `trainer.param_dtype`: mean difference of log-probabilities, and difference of gradients relative to their norm."""
+"""By `trainer.param_dtype`: mean difference of log-probabilities, difference of gradients relative to their norm."""
 log = logging.getLogger("primerl_hpc.trainer")
 
 

@@ -147,13 +147,15 @@ def by_step(reader: ConfigReader, index: int) -> bool:
     return (index + 1) % reader.size("decoder_sparse_step", default=1) == 0
 
 
-def after_dense(default: int) -> Callable[[ConfigReader, int], bool]:
-    """Return DeepSeek's rule: all layers after the first dense ones."""
+def after_dense(
+    default: int, key: str = "first_k_dense_replace"
+) -> Callable[[ConfigReader, int], bool]:
+    """Return DeepSeek's rule: all layers after the first dense ones, whose number is ``key`` of config.json."""
 
     def rule(reader: ConfigReader, index: int) -> bool:
         if reader.has("mlp_layer_types"):
             return reader.names("mlp_layer_types", reader.num_layers)[index] == "sparse"
-        return index >= reader.size("first_k_dense_replace", default=default, least=0)
+        return index >= reader.size(key, default=default, least=0)
 
     return rule
 
@@ -257,6 +259,31 @@ ARCHITECTURES: Mapping[str, Family] = {
         experts=DEEPSEEK_EXPERTS,
         is_sparse=after_dense(1),
     ),
+    "afmoe": Family(
+        GATED_QUERY,
+        experts=Experts(shared="num_shared_experts", has_choice_bias=True),
+        is_sparse=after_dense(1, "num_dense_layers"),
+        layer_type=every(4, "global_attn_every_n_layers", SLIDING),
+        block_norms=4,
+    ),
+    "exaone_moe": Family(
+        GroupedQuery(qk_norm="head"),
+        experts=Experts(shared="num_shared_experts"),
+        is_sparse=after_dense(1),
+        layer_type=every(4, "sliding_window_pattern", SLIDING),
+    ),
+    "flex_olmo": Family(
+        GroupedQuery("attention_bias", "attention_bias", "all_heads"),
+        experts=Experts("intermediate_size"),
+        is_sparse=all_layers,
+    ),
+    "hy_v3": Family(
+        QWEN3_ATTENTION,
+        Mlp(bias="mlp_bias"),
+        Experts(shared="num_shared_experts"),
+        is_sparse=after_dense(1),
+    ),
+    "solar_open": Family(GroupedQuery("attention_bias"), experts=DEEPSEEK_EXPERTS, is_sparse=all_layers),
     "minimax_m2": Family(
         GroupedQuery(qk_norm="all_heads"), experts=Experts("intermediate_size"), is_sparse=all_layers
     ),
@@ -269,6 +296,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deepseek_v2": replace(DEEPSEEK_V3, mlp=Mlp(bias="mlp_bias"), is_sparse=after_dense(0)),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "axk1": replace(DEEPSEEK_V3, is_sparse=after_dense(1)),
+    "youtu": Family(latent, is_tied=True),
     "deepseek_v32": DEEPSEEK_V32,
     "glm4_moe_lite": replace(DEEPSEEK_V3, is_sparse=after_dense(1)),
     "glm_moe_dsa": replace(DEEPSEEK_V32, has_indexer=by_frequency),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from primerl_hpc.plan.predict.architectures.attention import bias_of, linear
 from primerl_hpc.plan.predict.architectures.config_reader import ConfigReader
-from primerl_hpc.plan.predict.architectures.parts import Bias, Matrix, Mixer, WeightKind
+from primerl_hpc.plan.predict.architectures.parts import Bias, Matrix, Mixer, Vectors, WeightKind
 
+SHARED_NUMBERS = ("n_shared_experts", "num_shared_experts")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -43,8 +44,10 @@ class Experts:
     has_bias: bool = False
     """Experts and router have biases (gpt-oss)."""
     shared: str | None = None
-    """Shared experts: ``n_shared_experts`` (a multiple of the routed width) or the key of their width."""
+    """Shared experts: one of `SHARED_NUMBERS` (multiples of the routed width) or the key of their width."""
     has_shared_gate: bool = False
+    has_choice_bias: bool = False
+    """The bias with which experts are chosen is a parameter (Trinity); elsewhere it is a buffer."""
     latent_key: str | None = None
     """Key of the width to which tokens are projected before the routed experts (Nemotron-H)."""
     mlp: Mlp = Mlp()
@@ -70,14 +73,14 @@ class Experts:
             ]
         if self.shared is not None:
             shared_width = reader.size(self.shared, least=0)
-            if self.shared == "n_shared_experts":
+            if self.shared in SHARED_NUMBERS:
                 shared_width *= width
             if shared_width:
                 path = f"{self.module}.{'shared_expert' if self.has_shared_gate else 'shared_experts'}"
                 matrices += self.mlp(reader, shared_width, WeightKind.SHARED_EXPERT, path).matrices
         if self.has_shared_gate:
             matrices.append(linear(f"{self.module}.shared_expert_gate", WeightKind.SHARED_EXPERT, hidden, 1))
-        return Mixer(tuple(matrices))
+        return Mixer(tuple(matrices), (Vectors(WeightKind.ROUTER, number),) if self.has_choice_bias else ())
 
     def _expert(self, name: str, ins: int, outs: int, number: int, active: int) -> Matrix:
         path = f"{self.module}.experts"
