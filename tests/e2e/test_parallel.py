@@ -185,7 +185,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # images on one of two ranks, and on each in turn
     "vision-2": {**VISION, "ranks": 2, "is_exported": True},
     "vision-frozen-2": {"model": "qwen3_vl", "ranks": 2, **ONE_BY_ONE, "reference": "vision-frozen-1"},
-    "vision-shared": {"model": "qwen3_vl", "ranks": 2, "layout": {"context_parallel": 2}},
+    "vision-shared": {**VISION, "ranks": 2, "layout": {"context_parallel": 2}},
     "state-expert-2": {
         "model": "qwen3_5_moe_text", "ranks": 2, "layout": {"expert_parallel": 2}, "is_exported": True,
         "trainer": {"activation_checkpointing": "full"},
@@ -272,7 +272,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one-rank-from-tensor-2": {"model": "qwen3", "ranks": 1, "resume_from": "saved-divided"},
     "tensor-3-of-4-heads": {"model": "qwen3", "ranks": 3, "layout": {"tensor_parallel": 3}},
     "undivided-attention": {"model": "olmo2", "ranks": 2, "layout": {"tensor_parallel": 2}},
-    "vision-divided": {"model": "qwen3_vl", "ranks": 2, "layout": {"tensor_parallel": 2}},
+    "vision-divided": {**VISION, "ranks": 2, "layout": {"tensor_parallel": 2}},
     "supervised-tensor-2-ulysses-2": {
         "model": "qwen3", "ranks": 4, "layout": {"tensor_parallel": 2, "context_parallel": 2}, "is_supervised": True,
         "reference": "qwen3-1",

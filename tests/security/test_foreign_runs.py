@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import cryptography.hazmat.primitives.serialization  # noqa: F401 (another user may not be able to read it)
 import pytest
 from click.testing import CliRunner
 

@@ -208,6 +208,8 @@ class Visitor(asyncio.Protocol):
     def _begin_handshake(self) -> None:
         try:
             is_tls = self.connection.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE
+            if not is_tls:
+                self.connection.recv(1 << 16)  # unread bytes would end the connection with a reset
         except OSError:  # it was reset
             is_tls = False
         if not is_tls:

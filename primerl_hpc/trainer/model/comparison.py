@@ -9,8 +9,9 @@ head, in the same sharded modules. Compared are log-probabilities and the gradie
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,9 @@ def compare(policy: Policy, recipe: Recipe) -> None:
     vocabulary = policy.hf.config.get_text_config().vocab_size
     samples = [torch.randint(vocabulary, (size,), generator=generator).to(device) for size in LENGTHS]
     try:
-        own, own_gradients = gradients_of(policy, packed_logprobs(policy, samples))
+        own, own_gradients = gradients_of(policy, packed_logprobs, [samples])
         with plain_attention(policy.hf.config.get_text_config()):
-            plain, gradients = gradients_of(
-                policy, torch.cat([plain_logprobs(policy, ids) for ids in samples])
-            )
+            plain, gradients = gradients_of(policy, plain_logprobs, samples)
     except Exception as error:
         raise ConfigError(
             f"family {family} cannot be compared with transformers: {type(error).__name__}: {error}",
@@ -73,12 +72,20 @@ def compare(policy: Policy, recipe: Recipe) -> None:
     log.info("family %s, which no test compares, equals transformers: %s", family, figures)
 
 
-def gradients_of(policy: Policy, logprobs: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return ``logprobs`` and this rank's part of the gradients of their sum. The policy's gradients are cleared."""
-    logprobs.sum().backward()
+def gradients_of(
+    policy: Policy, forward: Callable[[Policy, Any], Tensor], inputs: Iterable[Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the log-probabilities of ``forward`` for each input, and this rank's part of their sum's gradients.
+
+    The policy's gradients are cleared.
+    """
+    logprobs = []
+    for each in inputs:
+        logprobs.append(forward(policy, each))
+        logprobs[-1].sum().backward()
     found = [to_local(each.grad).float() for each in policy.parameters() if each.grad is not None]
     policy.zero_grad()
-    return logprobs.detach(), found
+    return torch.cat(logprobs).detach(), found
 
 
 def packed_logprobs(policy: Policy, samples: list[Tensor]) -> Tensor:

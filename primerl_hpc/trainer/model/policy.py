@@ -64,7 +64,7 @@ from primerl_hpc.trainer.model.replay import Replay
 from primerl_hpc.trainer.model.rope import fix_rope
 from primerl_hpc.trainer.model.routing import Routing
 from primerl_hpc.trainer.model.vision import Vision, auto_class, vision_of
-from primerl_hpc.trainer.parallel.attention import VARLEN, register_attention
+from primerl_hpc.trainer.parallel.attention import ATTENTION_NAME, VARLEN, register_attention
 from primerl_hpc.trainer.parallel.context import Context, Share, make_context, make_packing, pad
 from primerl_hpc.trainer.parallel.expert import (
     distribute_experts,
@@ -306,13 +306,16 @@ def build_on_meta(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
         remove_dropout_from_config(config)
     register_attention()
     auto_model, attention_of_parts = auto_class(config)
-    with torch.device("meta"):
-        hf = auto_model.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention_of_parts,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
+    options = {"dtype": torch.float32, "trust_remote_code": recipe.model.trust_remote_code}
+    try:
+        with torch.device("meta"):
+            hf = auto_model.from_config(config, attn_implementation=attention_of_parts, **options)
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ConfigError(
+            f"{type(config).__name__} does not use transformers' attention interface, which packed rows need"
+        ) from error
     check_head(hf, recipe.model.name)
     check_layers(decoder_blocks(hf), config.get_text_config(), recipe.model.name)
     prepare_attention(decoder_blocks(hf), config.get_text_config())

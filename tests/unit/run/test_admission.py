@@ -133,7 +133,8 @@ def test_without_free_descriptors_the_oldest_connection_is_closed(keys: RunKeys)
     server = Echo(Admission(expected=4), keys.server_context("echo", "127.0.0.1"))
     if (pid := os.fork()) == 0:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            limit = max(map(int, os.listdir("/proc/self/fd"))) + 48  # this process may have many
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
             with server.running(uvloop.new_event_loop):
                 signal.pause()
         finally:

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from transformers import AutoConfig  # noqa: E402
+
 from primerl_hpc.common.errors import ConfigError  # noqa: E402
 from primerl_hpc.recipe.load import parse_recipe  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
@@ -21,7 +23,7 @@ from primerl_hpc.trainer.train_step import build_trainer  # noqa: E402
 from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from tests.support.helpers import small_sft  # noqa: E402
 from tests.support.one_rank import one_rank_world  # noqa: E402
-from tests.support.tiny_models import COMMON, MORE_FAMILIES, make_family  # noqa: E402
+from tests.support.tiny_models import MORE_FAMILIES, make_family  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +65,25 @@ def test_samples_that_see_each_other_are_refused_with_figures(
         compare(policy, recipe)
 
 
-def test_a_trainer_compares_only_what_no_test_compares_and_the_recipe_does_not_accept(
+def test_a_trainer_compares_what_no_test_compares_and_the_recipe_does_not_accept(
     rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Phi-MoE's router is random in training."""
-    monkeypatch.setitem(MORE_FAMILIES, "phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.3})
-    make_family("phimoe", tmp_path, **COMMON)
-    recipe = small_sft(tmp_path)
+    """XGLM counts positions along the row, BioGPT in each sample."""
+    shape = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+    monkeypatch.setitem(MORE_FAMILIES, "xglm", shape)
+    monkeypatch.setitem(MORE_FAMILIES, "biogpt", {})
+    recipes = {family: small_sft(make_family(family, tmp_path / family)) for family in ("xglm", "biogpt")}
     watchdog = Watchdog(RunDir(tmp_path), "sft-0", rank=0, size=1, timeout_s=1000)
-    with pytest.raises(ConfigError, match="something else than transformers for family phimoe"):
-        build_trainer(recipe, str(tmp_path), rank, watchdog)
-    accepted = parse_recipe(
-        recipe.model_dump() | {"model": {"name": str(tmp_path), "accept_uncompared": True}}
-    )
-    build_trainer(accepted, str(tmp_path), rank, watchdog)
+    build_trainer(recipes["biogpt"], recipes["biogpt"].model.name, rank, watchdog)
+    name = recipes["xglm"].model.name
+    with pytest.raises(ConfigError, match="something else than transformers for family xglm"):
+        build_trainer(recipes["xglm"], name, rank, watchdog)
+    accepted = recipes["xglm"].model_dump() | {"model": {"name": name, "accept_uncompared": True}}
+    build_trainer(parse_recipe(accepted), name, rank, watchdog)
 
 
-def test_the_earlier_key_is_refused_with_the_present_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.untested"):
-        parse_recipe(small_sft(tmp_path).model_dump() | {"model": {"name": "m", "untested": True}})
+def test_a_family_without_the_attention_interface_is_refused(rank: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "gptj"
+    AutoConfig.for_model("gptj", n_embd=32, n_layer=1, n_head=4, rotary_dim=8).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="GPTJConfig does not use transformers' attention interface"):
+        build_policy(small_sft(folder), folder, rank, may_be_random=True)

@@ -147,9 +147,7 @@ def by_step(reader: ConfigReader, index: int) -> bool:
     return (index + 1) % reader.size("decoder_sparse_step", default=1) == 0
 
 
-def after_dense(
-    default: int, key: str = "first_k_dense_replace"
-) -> Callable[[ConfigReader, int], bool]:
+def after_dense(default: int, key: str = "first_k_dense_replace") -> Callable[[ConfigReader, int], bool]:
     """Return DeepSeek's rule: all layers after the first dense ones, whose number is ``key`` of config.json."""
 
     def rule(reader: ConfigReader, index: int) -> bool:
@@ -280,7 +278,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "hy_v3": Family(
         QWEN3_ATTENTION,
         Mlp(bias="mlp_bias"),
-        Experts(shared="num_shared_experts"),
+        Experts(shared="num_shared_experts", mlp=Mlp(bias="mlp_bias")),
         is_sparse=after_dense(1),
     ),
     "solar_open": Family(GroupedQuery("attention_bias"), experts=DEEPSEEK_EXPERTS, is_sparse=all_layers),
@@ -296,7 +294,6 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deepseek_v2": replace(DEEPSEEK_V3, mlp=Mlp(bias="mlp_bias"), is_sparse=after_dense(0)),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
-    "axk1": replace(DEEPSEEK_V3, is_sparse=after_dense(1)),
     "youtu": Family(latent, is_tied=True),
     "deepseek_v32": DEEPSEEK_V32,
     "glm4_moe_lite": replace(DEEPSEEK_V3, is_sparse=after_dense(1)),

@@ -91,7 +91,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16},
     "afmoe": {**MOE, "num_experts": 8, "num_shared_experts": 2, "num_dense_layers": 2, "head_dim": 16},
-    "axk1": {**LATENT, "first_k_dense_replace": 2},
     "exaone_moe": {**MOE, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 16},
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0},
     "hy_v3": {**MOE, "num_experts": 8, "num_shared_experts": 1, "mlp_bias": True, "head_dim": 16},
