@@ -121,11 +121,7 @@ def part_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("bench", epilog=EPILOG)
-@click.argument(
-    "part",
-    type=click.Choice([*PARTS, "submit"]),
-    metavar="|".join(PARTS),
-)
+@click.argument("part", type=click.Choice([*PARTS, "submit"]), metavar="|".join(PARTS))
 @click.argument("target", type=RUN, metavar="RECIPE|RUN")
 @profile_option
 @set_option

@@ -9,10 +9,7 @@ from click.shell_completion import get_completion_class
 
 from primerl_hpc.cli.options import json_option, make_epilog, print_json
 
-EPILOG = make_epilog(
-    "completion bash",
-    "completion fish > ~/.config/fish/completions/primerl-hpc.fish",
-)
+EPILOG = make_epilog("completion bash", "completion fish > ~/.config/fish/completions/primerl-hpc.fish")
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_PRIMERL_HPC_COMPLETE"
 """Set by the shell's function when it asks for completions; click derives the name from the program's name."""

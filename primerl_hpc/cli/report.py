@@ -9,11 +9,7 @@ import click
 from primerl_hpc.cli.options import RUN_CODES, json_option, make_epilog, print_json
 from primerl_hpc.cli.values import RUN
 
-EPILOG = make_epilog(
-    "report my-run",
-    "report my-run --out ~/public_html/my-run.html",
-    codes=RUN_CODES,
-)
+EPILOG = make_epilog("report my-run", "report my-run --out ~/public_html/my-run.html", codes=RUN_CODES)
 
 
 @click.command("report", epilog=EPILOG)

@@ -46,11 +46,7 @@ def command(
     from primerl_hpc.run.registry import find_run
 
     rows = pick_samples(
-        find_run(run),
-        count,
-        split="eval" if is_eval else None,
-        env=env,
-        order=order or "last",
+        find_run(run), count, split="eval" if is_eval else None, env=env, order=order or "last"
     )
     if as_json:
         print_json(rows)

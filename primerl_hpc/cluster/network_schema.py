@@ -8,13 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from primerl_hpc.cluster.value_types import OneLine, Word
-from primerl_hpc.common.block import (
-    Block,
-    Bool,
-    NonNegativeFloat,
-    PositiveInt,
-    Variables,
-)
+from primerl_hpc.common.block import Block, Bool, NonNegativeFloat, PositiveInt, Variables
 
 
 class Proxy(Block):

@@ -143,8 +143,7 @@ def load_yaml(path: Path, *, shown_as: str | None = None) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
-            f"YAML error: control character #x{error.character:02x}",
-            location=f"{name}:{line}",
+            f"YAML error: control character #x{error.character:02x}", location=f"{name}:{line}"
         ) from None
     except RecursionError:
         raise ConfigError(

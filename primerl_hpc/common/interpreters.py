@@ -105,16 +105,23 @@ class Interpreters:
         return self._started[key].ask(question, timeout_s, on_progress)
 
     def ask_unless_unchanged(
-        self, python: str, variables: Mapping[str, str], function: str, argument: Any, expected: UsualAnswer
+        self,
+        python: str,
+        variables: Mapping[str, str],
+        function: str,
+        argument: Any,
+        expected: UsualAnswer,
+        *,
+        by_source: bool = False,
     ) -> Any:
         """Like `ask`, but an expected answer is given again until something changes on which it depends."""
         place = _place(python, variables, function, argument)
         known = read_json_or_none(place) or {}
         if known and known == {**stamps_of(known), **stamps_of(expected.files)}:
             return expected.answer
-        answer = self.ask(python, variables, function, argument)
+        answer = self.ask(python, variables, function, argument, by_source=by_source)
         if answer == expected.answer:
-            found = self.ask(python, variables, "primerl_hpc.common.answers:stamps")
+            found = self.ask(python, variables, "primerl_hpc.common.answers:stamps", by_source=by_source)
             _remember(place, {**found, **stamps_of(expected.files)})
         return answer
 

@@ -216,7 +216,7 @@ CHECKS: dict[str, Callable[[Candidate], Iterable[str | None] | None]] = {
     "memory": lambda run: refuse_misfit(run.planned.forecast),
     "budget": lambda run: check_new_budget(run.plan),
     "hours": lambda run: [hours_warning(run.plan, run.planned.forecast)],
-    "software": lambda run: check_software(run.plan, run.document),
+    "software": lambda run: check_software(run.plan, run.document, run.interpreters),
     "packages": lambda run: check_packages(run.planned.needs, run.prefetch),
     "environments": lambda run: check_environments(
         run.plan, run.planned.profile, run.document, run.interpreters

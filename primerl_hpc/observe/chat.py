@@ -50,6 +50,14 @@ class Answer:
         return "policy " + " to ".join(f"v{version}" for version in dict.fromkeys(self.versions))
 
 
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    """Yield the lines of server-sent events. `iter_lines` also divides at U+2028, which JSON texts may contain."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode().removesuffix("\r") for line in lines)
+
+
 @dataclass
 class Server:
     run: RunDir
@@ -75,7 +83,7 @@ class Server:
                     raise self._refusal(response)
                 first = response.headers.get(VERSION_HEADER)
                 self.last.versions = (int(first) if first else self._live_version(),)
-                for line in response.iter_lines():
+                for line in lines_of(response):
                     yield from self._piece(line)
         except httpx.HTTPError as error:
             raise RoleError(

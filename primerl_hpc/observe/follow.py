@@ -22,12 +22,7 @@ import click
 from primerl_hpc.common.errors import ExitCode
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
-from primerl_hpc.observe.rollouts import (
-    failure_sentences,
-    limit_sentence,
-    progress_sentence,
-    read_progress,
-)
+from primerl_hpc.observe.rollouts import failure_sentences, limit_sentence, progress_sentence, read_progress
 from primerl_hpc.observe.run_summary import print_summary
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import phase_of, real_state, starting_processes

@@ -43,11 +43,7 @@ def make_table(*columns: Column, has_header: bool = True) -> Table:
 def column(header: str, width: int | None = None, *, is_number: bool = False) -> Column:
     """Return a column that never wraps: longer cells end with an ellipsis. ``width`` None: as wide as its cells."""
     return Column(
-        header,
-        justify="right" if is_number else "left",
-        width=width,
-        no_wrap=True,
-        overflow="ellipsis",
+        header, justify="right" if is_number else "left", width=width, no_wrap=True, overflow="ellipsis"
     )
 
 

@@ -220,8 +220,7 @@ async def components_started_together(allocation: Allocation) -> bool:
     if not allocation.groups:
         return True
     reply = await retry_slurm(
-        *queue_command(allocation.job_id, "%S", "%V"),
-        environment={"SLURM_TIME_FORMAT": "%s"},
+        *queue_command(allocation.job_id, "%S", "%V"), environment={"SLURM_TIME_FORMAT": "%s"}
     )
     rows = rows_of(allocation.job_id, reply.output, 2) if reply.code == 0 else []
     if not all(time.isdigit() for row in rows for time in row):

@@ -1,6 +1,6 @@
 """Check the Python environments that a run's roles will use: packages of a local run, the renderer.
 
-    check_software(plan, document)      # raises ConfigError; nothing is started
+    check_software(plan, document, interpreters)      # raises ConfigError; no role is started
 
 What cannot be checked from here (a container, an interpreter or a package that is not on this machine) is left to the
 checks of the job before its first process.
@@ -16,7 +16,7 @@ from typing import Any
 from primerl_hpc.common.document import Document
 from primerl_hpc.common.env import PYTHONPATH
 from primerl_hpc.common.errors import ConfigError
-from primerl_hpc.common.interpreters import InterpreterError, ask
+from primerl_hpc.common.interpreters import InterpreterError, Interpreters, UsualAnswer, ask
 from primerl_hpc.common.names import Role
 from primerl_hpc.plan.plan import BUNDLE_PYTHON, PhasePlan, Plan, ProcessPlan
 from primerl_hpc.recipe.renderer import check_auto, check_renderer, uses_renderer
@@ -36,11 +36,10 @@ _NEEDS: dict[Role, tuple[str, ...]] = {
 _RENDERS = (Role.SFT, Role.TRAINER, Role.ENV_SERVER, Role.ORCHESTRATOR)
 
 
-def check_software(plan: Plan, document: Document) -> None:
+def check_software(plan: Plan, document: Document, interpreters: Interpreters) -> None:
     """Raise ConfigError for a renderer that does not exist or fit, and for packages that a local run lacks."""
     if plan.scheduler == "local":
-        for phase in plan.phases:
-            _check_packages(phase)
+        _check_packages(plan, interpreters)
     main = plan.phases[-1]
     if uses_renderer(main.recipe):
         try:
@@ -58,16 +57,18 @@ def _needs(phase: PhasePlan, process: ProcessPlan) -> tuple[str, ...]:
     return PACKAGES[phase.recipe.tracking.targets[process.index].partition("-")[0]]
 
 
-def _check_packages(phase: PhasePlan) -> None:
-    """Check the packages of all roles, with one call of each interpreter."""
+def _check_packages(plan: Plan, interpreters: Interpreters) -> None:
+    """Check the packages of all roles, with one question to each interpreter."""
     asked: dict[tuple[str, str], dict[str, Role]] = {}
-    for process in phase.processes:
+    processes = [(phase, process) for phase in plan.phases for process in phase.processes]
+    for phase, process in processes:
         if (python := _python_of(process)) is not None:
             wanted = asked.setdefault((python, process.env.get(PYTHONPATH, "")), {})
             wanted |= {name: process.role for name in _needs(phase, process) if name not in wanted}
     for (python, path), wanted in asked.items():
+        question = (python, {PYTHONPATH: path}, _MISSING_MODULES, list(wanted))
         try:
-            missing = ask(python, {PYTHONPATH: path}, _MISSING_MODULES, list(wanted), by_source=True)
+            missing = interpreters.ask_unless_unchanged(*question, UsualAnswer([]), by_source=True)
         except InterpreterError as error:
             raise ConfigError(error.cause, location="software.default.python of the profile") from error
         if missing:

@@ -9,10 +9,13 @@ tracebacks show their lines.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import marshal
 import os
+import py_compile
 import struct
+import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -56,6 +59,11 @@ def _compile(source: Path, content: bytes, before: os.stat_result) -> CodeType |
     """Return the code of a module; None if it cannot be compiled. ``before``: its status before it was read."""
     if (code := _compiled_form(source, before)) is not None:
         return code
+    if not sys.dont_write_bytecode:  # as an import does, so that the next submission need not compile
+        with contextlib.suppress(OSError, py_compile.PyCompileError):
+            py_compile.compile(str(source), doraise=True)
+            if (code := _compiled_form(source, before)) is not None:
+                return code
     try:
         return compile(content, str(source), "exec", dont_inherit=True)
     except (SyntaxError, ValueError):

@@ -131,10 +131,7 @@ def _ask(
         interpreter, variables = python or sys.executable, {PYTHONPATH: path}
         return ask(interpreter, variables, function, packages, imports, folders, by_source=True)
     except InterpreterError as error:
-        print(
-            f"note: modules of {process.role.value} are not copied: {error.cause}",
-            file=sys.stderr,
-        )
+        print(f"note: modules of {process.role.value} are not copied: {error.cause}", file=sys.stderr)
         return {}
 
 

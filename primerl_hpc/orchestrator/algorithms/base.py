@@ -15,18 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.common.block import Block
-from primerl_hpc.orchestrator.algorithms.length_penalty import penalize_length
+from primerl_hpc.orchestrator.algorithms.length_penalty import penalize_length, rounding_of
 from primerl_hpc.orchestrator.rollout_data import Rollout, Sample, TrainSample
-
-ROUNDING = 8 * float(np.finfo(np.float32).eps)
-"""Relative error of a reward that was computed in float32, by a few operations."""
-SMALLEST = 1e-9
-"""Rewards around 0 that are closer than this are equal: they are what is left of terms that cancel."""
 
 
 def are_equal(rewards: NDArray[np.float64]) -> bool:
     """True if rewards [G] differ by no more than rounding, which no division by their deviation may amplify."""
-    return float(np.ptp(rewards)) <= max(SMALLEST, ROUNDING * float(np.abs(rewards).max()))
+    return float(np.ptp(rewards)) <= rounding_of(rewards)
 
 
 class Algorithm(ABC):

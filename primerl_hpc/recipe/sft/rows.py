@@ -88,23 +88,34 @@ def _with_text(row: Row, column: str, number: int, message: dict[str, Any]) -> d
     return {**message, "content": "".join(texts)}
 
 
-def trained_turns(row: Row, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[bool]]:
+def trained_turns(
+    row: Row, messages: list[dict[str, Any]], ignored: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], list[bool]]:
     """Return the messages without the keys `TRAINED`, and for each whether these keys let it be trained.
 
-    Raises DataError for another value than true, false, 1 and 0: a message is trained completely or not at all.
+    They may also be columns of the row, then for all messages, unless they are ``ignored``. Raises DataError for
+    another value than true, false, 1 and 0: a message is trained completely or not at all.
     """
-    turns = []
-    for number, message in enumerate(messages, start=1):
-        flags = {key: message[key] for key in TRAINED if key in message}
-        for key, value in flags.items():
-            if not isinstance(value, int | float) or value not in (0, 1):
-                raise DataError(
-                    f"message {number} has {key} {value!r:.40}",
-                    location=row.location,
-                    hint="a message is trained completely (1 or true) or not at all (0 or false)",
-                )
-        turns.append(all(flags.values()))
-    return [{key: item for key, item in message.items() if key not in TRAINED} for message in messages], turns
+    columns = {key: value for key, value in row.values.items() if value is not None and key not in ignored}
+    is_row_trained = _is_trained(row, "the row", columns)
+    turns = [
+        _is_trained(row, f"message {number}", message) for number, message in enumerate(messages, start=1)
+    ]
+    without = [{key: item for key, item in message.items() if key not in TRAINED} for message in messages]
+    return without, [is_row_trained and turn for turn in turns]
+
+
+def _is_trained(row: Row, place: str, values: dict[str, Any]) -> bool:
+    flags = {key: values[key] for key in TRAINED if key in values}
+    for key, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(
+                f"{place} has {key} {value!r:.40}",
+                location=row.location,
+                hint="a message is trained completely (1 or true) or not at all (0 or false); a column with another "
+                "meaning can be named in sft.ignored_keys",
+            )
+    return all(flags.values())
 
 
 def meaningful_keys(message: dict[str, Any], ignored: Collection[str]) -> list[str]:
@@ -179,7 +190,7 @@ def check_row(row: Row, plain_renderer: str | None = None, ignored: Collection[s
     """
     messages, tools = row_messages(row), row_tools(row)
     row_template_kwargs(row)
-    trained_turns(row, messages)
+    trained_turns(row, messages, ignored)
     if plain_renderer is None:
         return
     if tools:

@@ -139,7 +139,7 @@ class Tokenizer:
 
     def make(self, row: Row) -> SFTSample:
         """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
-        messages, turns = trained_turns(row, row_messages(row))
+        messages, turns = trained_turns(row, row_messages(row), self.checks.ignored_keys)
         tools = row_tools(row)
         try:
             renderer = self._renderer_of(row)

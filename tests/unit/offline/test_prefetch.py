@@ -120,18 +120,14 @@ def test_a_killed_prefetch_keeps_complete_files_and_the_next_one_continues(here:
         killed = start(url, *LOCAL_ROWS)
         blobs = here / "cache" / "hub" / "models--org--model" / "blobs"
         complete = [name for name in FLAT if name != last]
-        wait_for(lambda: last in asked and len(names_of(blobs)) >= len(complete), "the other files")
+        present = lambda: [path for path in blobs.glob("*") if path.suffix != ".incomplete"]  # noqa: E731
+        wait_for(lambda: last in asked and len(present()) >= len(complete), "the other files")
         os.killpg(killed.pid, signal.SIGKILL)
         killed.communicate()
         is_over.set()
         asked.clear()
         code, items, err = end(start(url, *LOCAL_ROWS))
     assert code == 0 and asked == [last, "tokenizer.json"], (items, err)
-
-
-def names_of(blobs: Path) -> list[str]:
-    """Return the complete files of a folder of the hub cache."""
-    return [path.name for path in blobs.glob("*") if path.suffix != ".incomplete"]
 
 
 def test_wrong_files_are_fetched_again_and_a_model_that_the_hub_lacks_is_named(here: Path) -> None:

@@ -145,12 +145,13 @@ def test_linear_penalty_never_rewards_length_however_negative_the_rewards(reward
     np.testing.assert_allclose(penalised, advantages_of("grpo", rewards, [10, 30]))
 
 
-def test_correct_penalty_favors_short_rollouts_among_the_best_only():
+@pytest.mark.parametrize("second", [1.0, 0.9999999])  # equal, and equal but for rounding
+def test_correct_penalty_favors_short_rollouts_among_the_best_only(second):
     penalty = {"type": "correct", "output_weight": 1.0, "input_weight": 0.0}
-    found = advantages_of("grpo", [1.0, 1.0, 0.5], [10, 30, 1], length_penalty=penalty)
+    found = advantages_of("grpo", [1.0, second, 0.5], [10, 30, 1], length_penalty=penalty)
     # mean cost of the two best is 20: the first gets 1 + (1 - 10/20), the second is above the mean
     expected = np.array([1.5, 1.0, 0.5])
-    np.testing.assert_allclose(found, expected - expected.mean())
+    np.testing.assert_allclose(found, expected - expected.mean(), atol=2 * (1.0 - second))
 
 
 def test_correct_penalty_may_count_turns():

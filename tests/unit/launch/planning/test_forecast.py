@@ -188,10 +188,6 @@ class GatedHub(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def online(url: str) -> list[str]:
-    return ["--set", f"env.HF_ENDPOINT={url}", "--set", "env.HF_HUB_OFFLINE='0'"]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -202,7 +198,8 @@ def online(url: str) -> list[str]:
 def test_a_gated_or_missing_hub_id_is_one_sentence(here: Path, name: str, expected: str) -> None:
     write(here, name)
     with serve_handler(GatedHub) as url:
-        shown = plan("--profile-set", "offline=false", *online(url))
+        online = ("--set", f"env.HF_ENDPOINT={url}", "--set", "env.HF_HUB_OFFLINE='0'")
+        shown = plan("--profile-set", "offline=false", *online)
     assert shown.exit_code == 0, shown.output
     lines = [line for line in shown.stderr.splitlines() if expected in line]
     assert len(lines) == 1 and lines[0].startswith("warning: "), shown.stderr

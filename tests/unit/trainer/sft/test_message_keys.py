@@ -38,11 +38,10 @@ def text_tokenizer() -> Any:
 
 
 def sample_of(
-    text_tokenizer: Any, name: str, messages: list[dict[str, Any]], *, ignored: tuple[str, ...] = ()
+    text_tokenizer: Any, name: str, messages: list[dict[str, Any]], *, ignored: Any = (), **more: Any
 ) -> SFTSample:
     model = Model(name="tiny", renderer={"name": name})
-    row = Row("data.jsonl:3", {"messages": messages})
-    rows: Any = [row]  # it has what is read of Rows
+    rows: Any = [Row("data.jsonl:3", {"messages": messages, **more})]  # it has what is read of Rows
     checks = RowChecks(ignored_keys=ignored)
     tokenizer = Tokenizer(rows, make_renderer(model, text_tokenizer), LossMask(), 2048, checks=checks)
     tokenizer.prepare([0])
@@ -90,10 +89,8 @@ def test_reasoning_of_an_earlier_turn_is_left_out_as_the_family_does(text_tokeni
 def test_a_reply_without_weight_is_context_that_is_not_trained(
     text_tokenizer: Any, name: str, key: str, value: Any
 ) -> None:
-    plain, messages = (
-        [*asked(), *asked(content="no")],
-        [*asked(**{key: value}), *asked(content="no", **{key: 1})],
-    )
+    plain = [*asked(), *asked(content="no")]
+    messages = [*asked(**{key: value}), *asked(content="no", **{key: 1})]
     sample, expected = (sample_of(text_tokenizer, name, turns) for turns in (messages, plain))
     assert sample.input_ids.tolist() == expected.input_ids.tolist()
     assert text_tokenizer.decode(expected.input_ids[expected.is_trained]).count("yes") == 1
@@ -105,6 +102,14 @@ def test_a_reply_without_weight_is_context_that_is_not_trained(
 def test_a_weight_between_none_and_all_is_refused(text_tokenizer: Any, value: Any) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:3: message 2 has weight .*completely \(1 or true\)"):
         sample_of(text_tokenizer, "chatml", asked(weight=value))
+
+
+@pytest.mark.parametrize("key", TRAINED)
+def test_a_row_without_weight_is_not_trained_and_others_are_refused(text_tokenizer: Any, key: str) -> None:
+    assert not sample_of(text_tokenizer, "chatml", asked(), **{key: 0}).is_trained.any()
+    with pytest.raises(DataError, match=f"data.jsonl:3: the row has {key} 0.5"):
+        sample_of(text_tokenizer, "chatml", asked(), **{key: 0.5})
+    assert sample_of(text_tokenizer, "chatml", asked(), ignored=(key,), **{key: 0.5}).is_trained.any()
 
 
 @pytest.mark.parametrize("name", RENDERERS)
@@ -119,6 +124,5 @@ def test_parts_of_text_are_text_and_other_parts_are_refused(text_tokenizer: Any,
 
 def test_links_of_tool_results_need_no_tokens(text_tokenizer: Any) -> None:
     result = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
-    sample_of(
-        text_tokenizer, "qwen3", [*asked(tool_calls=[CALL]), result, {"role": "assistant", "content": "2"}]
-    )
+    reply = {"role": "assistant", "content": "2"}
+    sample_of(text_tokenizer, "qwen3", [*asked(tool_calls=[CALL]), result, reply])
