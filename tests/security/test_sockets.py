@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from primerl_hpc.common.waiting import wait_until
+from tests.support.flood import CARELESS, careless
 from tests.support.helpers import PATIENCE_S
 from tests.support.serving import Serving
 from tests.support.stranger import as_stranger
@@ -41,21 +42,27 @@ def request(method: str, path: str, body: str = "", key: str = "x") -> bytes:
 
 
 def test_a_client_without_the_key_gets_only_401_from_engine_and_router(serving: Serving) -> None:
-    careless = ssl.create_default_context()  # an attacker does not verify certificates
-    careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
     requests = [("GET", path, "") for path in ("/health", "/metrics", "/v1/models", "/list_workers", "/load")]
     requests += [("POST", path, "{}") for path in ADMIN] + [("POST", "/inference/v1/generate", GENERATE)]
     for name in ("inference-0", "router-0"):
         port = serving.port(name)
 
         def ask_all(port: int = port) -> list[bytes]:
-            return [exchange(port, request(*each), careless) for each in requests]
+            return [exchange(port, request(*each), CARELESS) for each in requests]
 
         for answer in as_stranger(ask_all):
             assert answer.startswith(b"HTTP/1.1 401 "), (name, answer[:200])
         plain = as_stranger(lambda port=port: exchange(port, request("GET", "/v1/models")))
         assert b" 200 " not in plain.split(b"\r\n")[0]
     assert serving.get("router-0", "/primerl/engines")["engines"] == [serving.url("inference-0")]
+
+
+def test_only_tls_1_3_is_spoken(serving: Serving) -> None:
+    older = careless()
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    for name in ("inference-0", "router-0"):
+        with pytest.raises(ssl.SSLError):
+            exchange(serving.port(name), request("GET", "/v1/models"), older)
 
 
 def test_another_user_cannot_read_the_keys(serving: Serving) -> None:

@@ -69,6 +69,7 @@ class Admission:
         """Accept connections of ``listener``, a bound socket, until the gate is closed."""
         listener.setblocking(False)
         listener.listen(BACKLOG)
+        tls.minimum_version = ssl.TLSVersion.TLSv1_3  # uvicorn's context accepts older ones
         return Gate(self, factory, listener, tls)
 
     def guard(self, loop: Any) -> None:
