@@ -95,3 +95,18 @@ def check_named(model_type: object, name: str) -> None:
             f"the config.json of model {name} names no family (model_type)",
             hint="use the config.json of the model's repository",
         )
+
+
+def check_tower(model_type: object, name: str, what: str, degrees: Mapping[str, int]) -> None:
+    """Raise ConfigError if a vision tower cannot be trained. ``what`` asks for it; ``degrees``: ranks that share."""
+    for axis, size in degrees.items():
+        if size > 1:
+            raise ConfigError(
+                f"layout.trainer.{axis}_parallel is {size}, but ranks cannot share rows with images ({what})",
+                hint="set it to 1, or trainer.vision to none if there are no images",
+            )
+    if not family_of(model_type).has_images:
+        raise ConfigError(
+            f"{what}, but this version does not train model {name} with images",
+            hint="set trainer.vision to auto, or use a model of the Qwen-VL family",
+        )

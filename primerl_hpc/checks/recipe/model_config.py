@@ -17,12 +17,13 @@ from primerl_hpc.cluster.schema import Profile
 from primerl_hpc.common import env
 from primerl_hpc.common.errors import ConfigError, NotFoundError
 from primerl_hpc.common.log import show_warnings
-from primerl_hpc.common.model_families import ALIASES, check_named, family_of
+from primerl_hpc.common.model_families import ALIASES, check_named, check_tower, family_of
 from primerl_hpc.common.names import Kind, Role
 from primerl_hpc.plan.env import inherited_env, process_env
 from primerl_hpc.plan.predict.shape import ModelShape, known_config, shape_of
 from primerl_hpc.recipe.hub import is_hub_id
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.training import TOWER_KEYS
 from primerl_hpc.transport.base_models.engine_options import check_engine
 from primerl_hpc.transport.base_models.hub_cache import cache_folder
 from primerl_hpc.transport.base_models.quantized import check_readable, quantization_of
@@ -104,8 +105,8 @@ def check_positions(recipe: Recipe, model: ModelConfig) -> None:
 
 
 def refuse_untrainable(recipe: Recipe, model: ModelConfig, accelerator: str = "gpu") -> None:
-    """Raise ConfigError if the recipe trains a quantization that cannot be trained, or if its engines on this
-    ``accelerator`` compute another policy. Warns of a family that no test compares.
+    """Raise ConfigError if the recipe trains a quantization or a tower that cannot be trained, or if its engines
+    on this ``accelerator`` compute another policy. Warns of a family that no test compares.
 
     Engines keep the quantization of the checkpoint that they load, so they cannot take the trainer's bfloat16 weights.
     Without config.json nothing is checked.
@@ -119,6 +120,11 @@ def refuse_untrainable(recipe: Recipe, model: ModelConfig, accelerator: str = "g
         show_warnings(
             [f"no test compares family {family} with transformers: the trainer compares it when it starts"]
         )
+    if (key := recipe.trainer.vision) in TOWER_KEYS:
+        layout = recipe.layout.trainer
+        context = 1 if layout.context_parallel == "auto" else layout.context_parallel
+        degrees = {"context": context, "tensor": layout.tensor_degree}
+        check_tower(family, name, f"trainer.vision is {key}", degrees)
     if recipe.kind == Kind.RL:
         check_engine(family, name, accelerator, is_accepted=is_accepted)
     if (quantization := quantization_of(config)) is None:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from primerl_hpc.common.errors import ConfigError, DataError
-from primerl_hpc.common.model_families import ALIASES, family_of
+from primerl_hpc.common.model_families import ALIASES, check_tower, family_of
 from primerl_hpc.recipe.schema.model import Model as ModelBlock
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.training import TOWER_KEYS
@@ -328,17 +328,9 @@ def build_on_meta(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
 def choose_vision(hf: PreTrainedModel, recipe: Recipe, world: World) -> Vision | None:
     """Return the vision inputs, or leave the towers out. Raises ConfigError for images that cannot be trained."""
     family, key = str(hf.config.model_type), recipe.trainer.vision
-    for axis, size in (("context", world.context_size), ("tensor", world.tensor_size)):
-        if size > 1 and key in TOWER_KEYS:
-            raise ConfigError(
-                f"layout.trainer.{axis}_parallel is {size}, but ranks cannot share rows with images",
-                hint="set it to 1, or trainer.vision to none if there are no images",
-            )
-    if key in TOWER_KEYS and not family_of(family).has_images:
-        raise ConfigError(
-            f"trainer.vision is {key}, but this version does not train model {recipe.model.name} with images",
-            hint="set it to auto, or use a model of the Qwen-VL family",
-        )
+    if key in TOWER_KEYS:
+        degrees = {"context": world.context_size, "tensor": world.tensor_size}
+        check_tower(family, recipe.model.name, f"trainer.vision is {key}", degrees)
     is_shared = world.context_size * world.tensor_size > 1
     is_loaded = recipe.trainer.loads_tower(family, is_shared=is_shared)
     return vision_of(hf, is_loaded=is_loaded, is_trained=key == "trained")

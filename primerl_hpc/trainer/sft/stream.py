@@ -23,6 +23,7 @@ from primerl_hpc.trainer.sft.tokens import Samples, SFTSample
 from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 
 NOTHING_TRAINED = "no row has a token to train on"
+TRAIN_SOMETHING = "check sft.loss_mask, seq_len, and the weights of messages and rows"
 WINDOW_SAMPLES = 1024  # samples that the ranks prepare together in advance
 
 
@@ -154,7 +155,7 @@ class SFTStream:
 
     def _take(self) -> SFTSample:
         """Return the next sample with a trained token. Raises DataError if a complete epoch has none."""
-        for _ in range(len(self.tokenizer)):
+        for _ in range(2 * len(self.tokenizer)):  # they contain an epoch, wherever they begin
             if self.position >= self._prepared:
                 self._prepare()
             index = self.order.row(self.position)
@@ -167,7 +168,7 @@ class SFTStream:
         raise DataError(
             NOTHING_TRAINED,
             location=", ".join(source.path for source in self.config.sources),
-            hint="check sft.loss_mask and seq_len",
+            hint=TRAIN_SOMETHING,
         )
 
     def _prepare(self) -> None:
@@ -209,7 +210,11 @@ def all_rows(tokenizer: Samples, seq_len: int, location: str) -> tuple[list[Micr
         if sample.is_trained.any():
             samples.append(sample)
     if not samples:
-        raise DataError(NOTHING_TRAINED, location=location, hint="check sft.loss_mask and seq_len")
+        raise DataError(
+            NOTHING_TRAINED,
+            location=location,
+            hint=TRAIN_SOMETHING,
+        )
     return [make_row(row) for row in pack_first_fit(samples, seq_len)], row_counts
 
 

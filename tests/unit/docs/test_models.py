@@ -105,6 +105,19 @@ def test_a_submission_warns_of_a_family_that_the_trainer_will_compare(
     assert ("no test compares family phimoe" in capsys.readouterr().err) == is_warned
 
 
+@pytest.mark.parametrize(
+    ("family", "degree", "says"),
+    [("qwen3_vl", 2, "ranks cannot share rows with images"), ("gemma3", 1, "does not train model")],
+)
+def test_a_submission_refuses_a_tower_that_cannot_be_trained(
+    tmp_path: Path, family: str, degree: int, says: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    changes = {"trainer": {"vision": "frozen"}, "layout": {"trainer": {"tensor_parallel": degree}}}
+    with pytest.raises(ConfigError, match=says):
+        refuse_untrainable(small_rl(tmp_path, **changes), load_config(str(tmp_path)))
+
+
 def test_a_configuration_without_a_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config.json of model .* names no family"):

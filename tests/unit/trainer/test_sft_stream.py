@@ -126,6 +126,10 @@ def test_rows_without_a_trained_token_are_skipped_and_all_such_is_an_error(rende
     stream = SFTStream(Tokenizer(rows, renderer, LossMask(), 64), config, seq_len=64, seed=0)
     assert stream.next_batch().num_samples == 2
     assert stream.position == 4
+    config = config.model_copy(update={"shuffle": True})
+    stream = SFTStream(Tokenizer(rows, renderer, LossMask(), 64), config, seq_len=64, seed=0)
+    for _ in range(20):  # also if the row that is skipped is the last of an epoch and the first of the next
+        assert stream.next_batch().num_samples == 2
     stream = SFTStream(Tokenizer(rows[:1], renderer, LossMask(), 64), config, seq_len=64, seed=0)
     with pytest.raises(DataError, match="no row has a token to train on"):
         stream.next_batch()
