@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import cryptography.hazmat.primitives.serialization  # noqa: F401 (another user may not be able to read it)
 import pytest
 from click.testing import CliRunner
 
@@ -66,6 +65,17 @@ def make_run(root: Path, tmp_path: Path, owner: int) -> RunDir:
 def give(folder: Path, owner: int) -> None:
     for path in (folder, *folder.rglob("*")):
         os.chown(path, owner, owner, follow_symlinks=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import what the forked users execute: they may not be able to read this installation."""
+    root = tmp_path_factory.mktemp("imported")
+    run = make_run(root / "run", root, os.geteuid())
+    run_keys(run, 1)
+    publish(run, "https://127.0.0.1:9")
+    chat(run)
+    find_engines(run, ["inference"])
 
 
 @pytest.fixture
