@@ -4,10 +4,10 @@ Reading order: config (recipe → verifiers config, pure) → tasks (load enviro
 orchestrator) → tools, processes (what an environment requires of the renderer and of the node) → check (one rollout
 without a run) → install (install a package without changing this Python's versions) → hub (packages of the
 Environments Hub) → lookup (check ids and arguments, for submit) → generated (helpers for generated tasks) → shipped/
-(reverse_text, alphabet_sort, calculator, math_problems, local_search, nim, multiple_choice, synthetic_rollouts; and
-inproc_chat, the agent loop inside the environment server) → tool_servers/ → judges → serving/ (what makes verifiers'
-environment server cheaper) → tls, curve, visitors (TLS and CURVE of an environment server's connections, and limits of
-those without keys).
+(reverse_text, alphabet_sort, calculator, color_squares, math_problems, local_search, nim, multiple_choice,
+synthetic_rollouts; and inproc_chat, the agent loop inside the environment server) → tool_servers/ → judges → serving/
+(what makes verifiers' environment server cheaper) → tls, curve, visitors (TLS and CURVE of an environment server's
+connections, and limits of those without keys).
 
 verifiers finds an environment by importing the module that its id names: ``reverse-text`` → ``reverse_text``. To make
 the shipped environments importable by plain ids without installing them as top-level packages, `expose_shipped` appends

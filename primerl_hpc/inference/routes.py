@@ -315,6 +315,8 @@ class EngineRoutes:
             self.state.version = version
             # requests without a cache salt must not match prefixes of the old weights; blocks in use are kept
             await _engine(request).reset_prefix_cache()
+            # workers have dropped what the tower made of images; without this, requests would expect it
+            await _engine(request).reset_encoder_cache()
             if was_asleep:  # this resumes generation
                 await _engine(request).wake_up(tags=["kv_cache"])
                 self.state.paused = self.state.asleep = False

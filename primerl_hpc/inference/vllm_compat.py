@@ -188,11 +188,19 @@ def prepare_cpu_models() -> None:
     vLLM inspects a model's class in a process of its own, so that CUDA is not initialized in this one. That process
     would not have the replacement, and on CPUs there is nothing to avoid.
     """
+    import transformers
     from transformers.utils.import_utils import is_torchvision_available
     from vllm.model_executor.models import registry
 
     if not is_torchvision_available():  # transformers remembers the answer
         sys.meta_path.append(_TorchvisionNames())
+        # without torchvision, transformers hides what processors of Qwen-VL have for videos
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+        from transformers.video_processing_utils import BaseVideoProcessor
+
+        for each in (BaseVideoProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor):
+            setattr(transformers, each.__name__, each)
     registry._run_in_subprocess = lambda inspect: inspect()
 
 

@@ -28,6 +28,7 @@ SHIPPED_ENVIRONMENTS = frozenset(
         "reverse-text",
         "alphabet-sort",
         "calculator",
+        "color-squares",
         "local-search",
         "math-problems",
         "nim",

@@ -37,7 +37,7 @@ from primerl_hpc.trainer.sft.tokens import SFTSample
 from primerl_hpc.trainer.train_step import StepResult, Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.publisher import make_publisher
-from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, PlacedPicture
 
 NUM_ROWS = 4096  # of the synthetic dataset
 PARTS = {
@@ -92,6 +92,10 @@ class SyntheticRows:
 
     def prepare(self, indices: list[int]) -> None:
         """Do nothing: samples are created on access."""
+
+    def pictures_of(self, sample: SFTSample) -> list[PlacedPicture]:
+        """Return none."""
+        return []
 
     def __getitem__(self, index: int) -> SFTSample:
         generator = np.random.default_rng((self.seed, index))

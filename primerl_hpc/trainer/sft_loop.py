@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,13 @@ from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, all_gather_bytes, broadcast_from_rank0
 from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.identity import check_same, describe
-from primerl_hpc.trainer.sft.stream import SFTStream, all_rows
-from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, pack_samples, unpack_samples
+from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, make_row
+from primerl_hpc.trainer.sft.tokens import Peers, Samples, SFTSample, Tokenizer, pack_samples, unpack_samples
 from primerl_hpc.trainer.train_step import Trainer, build_trainer
 from primerl_hpc.trainer.watchdog import Watchdog
 from primerl_hpc.trainer.weights.filesystem import has_full_version, publish_policy
 from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
+from primerl_hpc.transport.rollouts.pictures import Pictures
 
 SIDES = ("trainer",)
 LOG_INTERVAL_S = 2.0  # tiny models make many steps per second; at most one console line per interval
@@ -91,7 +93,7 @@ def train_steps(
     run: RunDir,
     trainer: Trainer,
     stream: SFTStream,
-    validation: list[MicroBatch] | None,
+    validation: Callable[[], list[MicroBatch]] | None,
     outputs: Outputs,
     start: int,
 ) -> tuple[str, int]:
@@ -105,13 +107,14 @@ def train_steps(
         publish(run, trainer, 0)  # engines know adapters only by name
     schedule = recipe.sft.validation
     if validation is not None and schedule is not None and schedule.at_start and not start:
-        before["val/initial_loss"], _ = trainer.evaluate(validation[world.data_rank :: world.data_size])
+        before["val/initial_loss"], _ = trainer.evaluate(validation())
     for step in range(start + 1, recipe.steps + 1):
         started = time.perf_counter()
         watchdog.heartbeat(f"step {step}, reading its rows")
         batch = stream.next_batch()
+        rows = own_rows(batch.rows, stream.tokenizer, world)
         load_s = time.perf_counter() - started
-        result = trainer.train_step(step, batch.rows[world.data_rank :: world.data_size], [])
+        result = trainer.train_step(step, rows, [])
         loss = result.metrics["loss/mean"]
         metrics = result.metrics | {
             "loss/perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
@@ -126,7 +129,7 @@ def train_steps(
         before = {}
         metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch_kl/")}
         if validation is not None and schedule is not None and step % schedule.interval == 0:
-            metrics["val/loss"], _ = trainer.evaluate(validation[world.data_rank :: world.data_size])
+            metrics["val/loss"], _ = trainer.evaluate(validation())
         is_kept = recipe.weights.interval and step % recipe.weights.interval == 0
         if is_kept or step in evaluated:
             watchdog.heartbeat(f"step {step}, writing its weights")
@@ -218,7 +221,7 @@ def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
         return [unpack_samples(data) for data in all_gather_bytes(pack_samples(own))]
 
     assert recipe.sft is not None
-    return Tokenizer(
+    tokenizer = Tokenizer(
         rows,
         make_renderer(recipe.model, text_tokenizer),
         recipe.sft.loss_mask,
@@ -227,9 +230,19 @@ def make_tokenizer(rows: Rows, text_tokenizer, trainer: Trainer) -> Tokenizer:
         lambda kwargs: make_renderer(recipe.model, text_tokenizer, kwargs),
         RowChecks(trainer.vocab_size, recipe.sft.ignored_keys),
     )
+    if trainer.policy.vision is not None:
+        model = recipe.model
+        tokenizer.pictures = Pictures(model.name, trust_remote_code=model.trust_remote_code)
+    return tokenizer
 
 
-def validation_rows(text_tokenizer, trainer: Trainer) -> list[MicroBatch] | None:
+def own_rows(rows: list[list[SFTSample]], samples: Samples, world: World) -> list[MicroBatch]:
+    """Return this rank's share of a step's rows."""
+    return [make_row(row, samples.pictures_of) for row in rows[world.data_rank :: world.data_size]]
+
+
+def validation_rows(text_tokenizer, trainer: Trainer) -> Callable[[], list[MicroBatch]] | None:
+    """Return a function that makes this rank's rows of the validation set; None without one."""
     recipe, world = trainer.recipe, trainer.world
     assert recipe.sft is not None
     if recipe.sft.validation is None:
@@ -239,7 +252,7 @@ def validation_rows(text_tokenizer, trainer: Trainer) -> list[MicroBatch] | None
     packed, row_counts = all_rows(tokenizer, recipe.seq_len, recipe.sft.validation.data.path)
     if world.is_leader and (summary := row_counts.summary(f"{len(rows):,} validation rows")):
         log.warning("%s", summary)
-    return packed
+    return lambda: own_rows(packed, tokenizer, world)
 
 
 class Reporter:

@@ -36,6 +36,7 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from primerl_hpc.trainer.batch import make_batch, stack_rows
+    from primerl_hpc.trainer.sft.stream import make_row
 
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +49,7 @@ def bare(options: argparse.Namespace, turn: Connection) -> None:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
     stream = made_up_stream(options, turn)
     while True:
-        rows = stream.next_batch().rows
+        rows = [make_row(row) for row in stream.next_batch().rows]
         total = sum(int((row.ce_weights != 0).sum()) for row in rows)
         for group in stack_rows(rows, options.seq_len, device):
             batch = make_batch(group, device)

@@ -24,7 +24,7 @@ METHODS = ("opd", "sft_distill")
 MAX_SEQ_LEN = 4096
 """Default of ``seq_len`` for models that allow as much."""
 DEFAULT_BATCHES = {Kind.RL: 256, Kind.SFT: 16}
-SPLIT_ENVIRONMENTS = ("alphabet-sort", "local-search", "math-problems", "reverse-text")
+SPLIT_ENVIRONMENTS = ("alphabet-sort", "color-squares", "local-search", "math-problems", "reverse-text")
 """Shipped environments whose argument ``split`` has the values train and test."""
 
 

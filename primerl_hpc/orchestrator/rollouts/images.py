@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from base64 import b64decode
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
-
-import numpy as np
 
 from primerl_hpc.common.errors import ConfigError
 from primerl_hpc.common.safety import images
 from primerl_hpc.orchestrator.rollout_data import Rollout, RolloutFailed
 from primerl_hpc.orchestrator.rollouts.trajectories import trained_branches
 from primerl_hpc.recipe.schema.model import Model
-from primerl_hpc.transport.rollouts.micro_batch import Picture, PlacedPicture
+from primerl_hpc.transport.rollouts.micro_batch import PlacedPicture
+from primerl_hpc.transport.rollouts.pictures import Pictures
 
 if TYPE_CHECKING:
     from verifiers.v1.episode import Episode
@@ -33,13 +32,10 @@ IMAGE = 1  # in verifiers' mm_token_type_ids; 0: text
 
 
 class ImageReader:
-    """Processes images, with a cache for as long as samples hold the result."""
+    """Finds the images of samples, each processed once for as long as samples hold it."""
 
     def __init__(self, model: Model) -> None:
-        self.model = model
-        self._processor: Any = None
-        # as long as samples hold them
-        self._pictures: WeakValueDictionary[str, Picture] = WeakValueDictionary()
+        self.pictures = Pictures(model.name, trust_remote_code=model.trust_remote_code)
         self._lock = asyncio.Lock()
 
     async def add_images(self, rollout: Rollout, episode: Episode[Any, Any, Any]) -> None:
@@ -67,36 +63,17 @@ class ImageReader:
             )
         placed = []
         for url, (start, length) in zip(urls, spans, strict=True):
-            picture = self._picture(url)
-            expected = int(np.prod(picture.grid)) // self._processor.merge_size**2
+            key = hashlib.sha256(url.encode()).hexdigest()
+            picture = self.pictures.get(key, partial(open_image, url))
+            expected = self.pictures.num_tokens(picture)
             if expected != length:
                 raise RolloutFailed(
                     "ImageMismatch",
-                    f"the engine made {length} tokens of an image, the processor of {self.model.name} makes {expected}",
+                    f"the engine made {length} tokens of an image, the processor of {self.pictures.model} makes "
+                    f"{expected}",
                 )
             placed.append(PlacedPicture(picture, start, length))
         return tuple(placed)
-
-    def _picture(self, url: str) -> Picture:
-        key = hashlib.sha256(url.encode()).hexdigest()
-        if (known := self._pictures.get(key)) is not None:
-            return known
-        if self._processor is None:
-            self._processor = load_image_processor(self.model)
-        processed = self._processor(images=[open_image(url)], return_tensors="np")
-        (grid,) = processed["image_grid_thw"].tolist()
-        picture = Picture(key, np.ascontiguousarray(processed["pixel_values"], np.float32), tuple(grid))
-        self._pictures[key] = picture
-        return picture
-
-
-def load_image_processor(model: Model) -> Any:
-    """Return the image processor of the model, without torch. Raises OSError if the model has none."""
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    return AutoImageProcessor.from_pretrained(
-        model.name, backend="pil", trust_remote_code=model.trust_remote_code
-    )
 
 
 def open_image(url: str) -> Any:

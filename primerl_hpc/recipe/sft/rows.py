@@ -6,8 +6,10 @@ row and column.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from base64 import b64decode
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from primerl_hpc.common.errors import DataError
@@ -17,6 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
 TRAINED = ("weight", "train", "trainable", "training")
 """Keys of a message that say whether it is trained: true or 1, false or 0."""
+IMAGE_PARTS = ("image", "image_url")
 LINKS = {"tool": ("tool_call_id", "name")}
 """Role → keys that connect a message with another one, and have no tokens in most formats."""
 
@@ -65,27 +68,76 @@ def _as_messages(row: Row, column: str, *, role: str) -> list[dict[str, Any]]:
                 hint=f"the roles are {', '.join(ROLES)}",
             )
     present = [{key: item for key, item in message.items() if item is not None} for message in value]
-    return [_with_text(row, column, number, message) for number, message in enumerate(present, start=1)]
+    unnamed = iter(row.values.get("images") or ())
+    return [
+        _with_parts(row, column, number, message, unnamed) for number, message in enumerate(present, start=1)
+    ]
 
 
-def _with_text(row: Row, column: str, number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with the text of its parts, if its content is a list. Raises DataError for other parts."""
+def _with_parts(
+    row: Row, column: str, number: int, message: dict[str, Any], unnamed: Iterator[Any]
+) -> dict[str, Any]:
+    """Return the message with one text, or with parts ``{type: text, text}`` and ``{type: image, image: source}``.
+
+    ``unnamed``: the images of parts that have none of their own. Raises DataError for other parts.
+    """
     content = message.get("content", "")
     if isinstance(content, str):
         return message
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [content]:
-        is_part = isinstance(part, dict)
-        text = part.get("text") if is_part and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            form = part.get("type") if is_part else type(part).__name__
+        form = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if form == "text" else part
+        if isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+            continue
+        source = part.get("image", part.get("image_url")) if form in IMAGE_PARTS else None
+        if form in IMAGE_PARTS and source is None:
+            source = next(unnamed, None)
+        if isinstance(source, dict):
+            source = source.get("url") or source.get("bytes") or source.get("path")
+        if not isinstance(source, str | bytes):
             raise DataError(
                 f"column '{column}': message {number} has content of type {form!r:.40}, which is not trained",
                 location=row.location,
-                hint="content is text, or a list of {type: text, text: …}; reasoning is in the key reasoning_content",
+                hint="content is text, or a list of {type: text, text: …} and {type: image, image: …}; reasoning is "
+                "in the key reasoning_content",
             )
-        texts.append(text)
-    return {**message, "content": "".join(texts)}
+        parts.append({"type": "image", "image": source})
+    if images_of([{"content": parts}]):
+        return {**message, "content": parts}
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def images_of(messages: list[dict[str, Any]]) -> list[str | bytes]:
+    """Return the sources of all images of `row_messages`, in order: data: URLs, paths, or bytes of a file."""
+    return [
+        part["image"]
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+
+
+def read_image(row: Row, source: str | bytes) -> bytes:
+    """Return an image as the bytes of its file. A path is relative to the file of the row.
+
+    Raises DataError if it cannot be read, or is elsewhere.
+    """
+    if isinstance(source, bytes):
+        return source
+    head, _, data = source.partition(",")
+    try:
+        if head.startswith("data:"):
+            return b64decode(data, validate=True)
+        return (Path(row.location.rpartition(":")[0]).parent / source).read_bytes()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the image {source!r:.80} cannot be read ({error!s:.200})",
+            location=row.location,
+            hint="an image is a base64 data: URL, the bytes of a file, or a path relative to the data's file",
+        ) from error
 
 
 def trained_turns(
@@ -193,6 +245,8 @@ def check_row(row: Row, plain_renderer: str | None = None, ignored: Collection[s
     trained_turns(row, messages, ignored)
     if plain_renderer is None:
         return
+    if images_of(messages):
+        raise not_rendered(row, "images", plain_renderer)
     if tools:
         raise not_rendered(row, "tools", plain_renderer)
     for number, message in enumerate(messages, start=1):

@@ -43,9 +43,7 @@ class RowChecks:
         formats leave out the reasoning of earlier turns. A typed renderer renders a key of a role always or never; what
         a template does may depend on the row.
         """
-        name = (
-            "the tokenizer's chat template" if is_template(renderer) else f"renderer '{renderer.config.name}'"
-        )
+        name = name_of(renderer)
         if tools and self._is_new(renderer, "", "tools"):
             rendered = _renders(renderer, messages, tools)
             if rendered is not None and rendered == _renders(renderer, messages, None):
@@ -70,6 +68,11 @@ class RowChecks:
 def is_template(renderer: Any) -> bool:
     """True for a renderer that only wraps the tokenizer's chat template."""
     return type(renderer).__name__ == "DefaultRenderer"
+
+
+def name_of(renderer: Any) -> str:
+    """Return the description of a renderer for messages."""
+    return "the tokenizer's chat template" if is_template(renderer) else f"renderer '{renderer.config.name}'"
 
 
 def _renders(renderer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.recipe.schema.sft import SFT
 from primerl_hpc.trainer.sft.mixture import ORDER_VERSION, Mixture, Order, shares
 from primerl_hpc.trainer.sft.tokens import Samples, SFTSample
-from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch, PlacedPicture
 
 NOTHING_TRAINED = "no row has a token to train on"
 TRAIN_SOMETHING = "check sft.loss_mask, seq_len, and the weights of messages and rows"
@@ -29,8 +29,8 @@ WINDOW_SAMPLES = 1024  # samples that the ranks prepare together in advance
 
 @dataclass(frozen=True)
 class SFTBatch:
-    rows: list[MicroBatch]
-    """All ranks' packed rows of one step."""
+    rows: list[list[SFTSample]]
+    """The samples of all ranks' rows of one step."""
     num_samples: int
     metrics: dict[str, float]
     """Truncated and skipped rows; share of each source in samples and tokens, if there are several."""
@@ -135,7 +135,7 @@ class SFTStream:
         else:
             rows = self._fill_rows()
         metrics = self._source_metrics() | self._count_metrics(before)
-        return SFTBatch([make_row(row) for row in rows], sum(len(row) for row in rows), metrics)
+        return SFTBatch(rows, sum(len(row) for row in rows), metrics)
 
     def _fill_rows(self) -> list[list[SFTSample]]:
         rows: list[list[SFTSample]] = [[]]
@@ -198,7 +198,7 @@ class SFTStream:
         return metrics
 
 
-def all_rows(tokenizer: Samples, seq_len: int, location: str) -> tuple[list[MicroBatch], RowCounts]:
+def all_rows(tokenizer: Samples, seq_len: int, location: str) -> tuple[list[list[SFTSample]], RowCounts]:
     """Pack every trainable sample once, in order: a validation set. Raises DataError if there is none.
 
     ``location``: source of the rows, for messages.
@@ -215,7 +215,7 @@ def all_rows(tokenizer: Samples, seq_len: int, location: str) -> tuple[list[Micr
             location=location,
             hint=TRAIN_SOMETHING,
         )
-    return [make_row(row) for row in pack_first_fit(samples, seq_len)], row_counts
+    return pack_first_fit(samples, seq_len), row_counts
 
 
 def pack_first_fit(samples: list[SFTSample], seq_len: int) -> list[list[SFTSample]]:
@@ -234,8 +234,10 @@ def pack_first_fit(samples: list[SFTSample], seq_len: int) -> list[list[SFTSampl
     return rows
 
 
-def make_row(samples: list[SFTSample]) -> MicroBatch:
-    """Concatenate samples into a row trained only by cross-entropy."""
+def make_row(
+    samples: list[SFTSample], pictures_of: Callable[[SFTSample], list[PlacedPicture]] = lambda _: []
+) -> MicroBatch:
+    """Concatenate samples into a row trained only by cross-entropy. ``pictures_of``: see `Samples`."""
     lengths = np.array([len(sample.input_ids) for sample in samples], np.int64)
     trained = np.concatenate([sample.is_trained for sample in samples])
     zeros = np.zeros(len(samples), np.float32)
@@ -251,4 +253,9 @@ def make_row(samples: list[SFTSample]) -> MicroBatch:
         ref_kl_weights=zeros,
         env_ids=np.zeros(len(samples), np.int32),
         ce_weights=trained.astype(np.float32),
+        images=tuple(
+            dataclasses.replace(placed, start=start + placed.start)
+            for sample, start in zip(samples, (np.cumsum(lengths) - lengths).tolist(), strict=True)
+            for placed in pictures_of(sample)
+        ),
     )

@@ -3,25 +3,43 @@
 A renderer that only wraps a chat template (``renderer: {name: default}``) does not know owners. There the start and end
 of a reply are inferred from the template's renderings of the conversation's prefixes, which is correct only if each is
 a prefix of the next: any other row is refused.
+
+Of images, a sample has only the positions of their tokens. The rank that trains it reads and processes them again
+(`Tokenizer.pictures_of`), which costs less than an exchange of pixels between ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from primerl_hpc.common.errors import ConfigError, DataError, PrimerlError
+from primerl_hpc.common.safety.images import open_image
 from primerl_hpc.recipe.schema.sft import LossMask
-from primerl_hpc.recipe.sft.rows import Row, row_messages, row_template_kwargs, row_tools, trained_turns
+from primerl_hpc.recipe.sft.rows import (
+    Row,
+    images_of,
+    not_rendered,
+    read_image,
+    row_messages,
+    row_template_kwargs,
+    row_tools,
+    trained_turns,
+)
 from primerl_hpc.recipe.sft.tables import Rows
-from primerl_hpc.trainer.sft.checks import RowChecks, is_template
+from primerl_hpc.trainer.sft.checks import RowChecks, is_template, name_of
+from primerl_hpc.transport.rollouts.micro_batch import PlacedPicture
+from primerl_hpc.transport.rollouts.pictures import Pictures
 
 KEPT_TOKENS = 64_000_000  # of cached samples: about 0.3 GB
 
@@ -34,6 +52,9 @@ class SFTSample:
     """Tokens beyond seq_len, which are dropped."""
     location: str = ""
     """File and line of the row, for messages."""
+    images: tuple[tuple[int, int], ...] = ()
+    """First token and number of tokens of each image."""
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,7 @@ class Peers:
 def pack_samples(samples: list[SFTSample]) -> bytes:
     """Return samples as bytes: the length of the JSON header (unsigned 32-bit), the header, all ids, all masks."""
     header = json.dumps(
-        [(len(sample.input_ids), sample.num_cut, sample.location) for sample in samples]
+        [(len(each.input_ids), each.num_cut, each.location, each.images, each.row) for each in samples]
     ).encode()
     ids = b"".join(sample.input_ids.tobytes() for sample in samples)
     masks = b"".join(sample.is_trained.tobytes() for sample in samples)
@@ -59,13 +80,20 @@ def unpack_samples(data: bytes) -> list[SFTSample]:
     """Return the samples of `pack_samples`."""
     start = 4 + struct.unpack_from("!I", data)[0]
     entries = json.loads(data[4:start])
-    total = sum(length for length, _, _ in entries)
+    total = sum(length for length, *_ in entries)
     ids = np.frombuffer(data, np.int32, total, start)
     masks = np.frombuffer(data, np.bool_, total, start + ids.nbytes)
-    ends = np.cumsum([length for length, _, _ in entries], dtype=np.int64)
+    ends = np.cumsum([length for length, *_ in entries], dtype=np.int64)
     return [
-        SFTSample(ids[end - length : end].copy(), masks[end - length : end].copy(), num_cut, location)
-        for end, (length, num_cut, location) in zip(ends, entries, strict=True)
+        SFTSample(
+            ids[end - length : end].copy(),
+            masks[end - length : end].copy(),
+            num_cut,
+            location,
+            tuple((start, count) for start, count in images),
+            row,
+        )
+        for end, (length, num_cut, location, images, row) in zip(ends, entries, strict=True)
     ]
 
 
@@ -77,6 +105,8 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> SFTSample: ...
 
     def prepare(self, indices: list[int]) -> None: ...
+
+    def pictures_of(self, sample: SFTSample) -> list[PlacedPicture]: ...
 
 
 def shares_of(indices: list[int], num_peers: int) -> list[list[int]]:
@@ -90,6 +120,9 @@ class Tokenizer:
 
     ``make_renderer`` returns the renderer for a row's own ``chat_template_kwargs``; without it such rows are refused.
     """
+
+    pictures: Pictures | None = None
+    """Of a model whose vision tower is loaded; without it, rows with images are refused."""
 
     def __init__(
         self,
@@ -124,7 +157,7 @@ class Tokenizer:
             return
         self._evict(wanted)
         shares = shares_of(sorted(missing), self.peers.size)
-        own_samples = [self.make(self.rows[index]) for index in shares[self.peers.rank]]
+        own_samples = [self.make(self.rows[index], index) for index in shares[self.peers.rank]]
         for share, samples in zip(shares, self.peers.gather(own_samples), strict=True):
             self._samples.update(zip(share, samples, strict=True))
         self._kept_tokens += sum(len(self._samples[index].input_ids) for index in missing)
@@ -137,31 +170,80 @@ class Tokenizer:
             if index not in wanted:
                 self._kept_tokens -= len(self._samples.pop(index).input_ids)
 
-    def make(self, row: Row) -> SFTSample:
+    def make(self, row: Row, index: int = 0) -> SFTSample:
         """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
         messages, turns = trained_turns(row, row_messages(row), self.checks.ignored_keys)
         tools = row_tools(row)
+        images: list[tuple[int, int]] = []
         try:
             renderer = self._renderer_of(row)
+            if images_of(messages):
+                messages = self._with_images(renderer, row, messages)
             self.checks.check_parts(renderer, row, messages, tools)
             if is_template(renderer):
                 ids, is_trained = self._by_template(renderer, row, messages, tools, turns)
             else:
-                ids, is_trained = self._by_owner(renderer, messages, tools, turns)
+                ids, is_trained, images = self._by_owner(renderer, messages, tools, turns)
         except PrimerlError:
             raise
         except Exception as error:  # renderers and Jinja may raise anything for unexpected input
             cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"the row cannot be rendered ({cause:.300})", location=row.location) from error
         self.checks.check_ids(row, ids)
+        length = min([self.seq_len, *(start for start, count in images if start + count > self.seq_len)])
         sample = SFTSample(
-            np.array(ids[: self.seq_len], np.int32),
-            np.array(is_trained[: self.seq_len], np.bool_),
-            num_cut=max(0, len(ids) - self.seq_len),
+            np.array(ids[:length], np.int32),
+            np.array(is_trained[:length], np.bool_),
+            num_cut=max(0, len(ids) - length),
             location=row.location,
+            images=tuple(image for image in images if image[0] < length),
+            row=index,
         )
         sample.is_trained[:1] = False  # nothing predicts the first token
         return sample
+
+    def pictures_of(self, sample: SFTSample) -> list[PlacedPicture]:
+        """Return the images of a sample, read and processed again."""
+        if not sample.images:
+            return []
+        assert self.pictures is not None  # otherwise `make` refuses the row
+        row = self.rows[sample.row]
+        placed = []
+        for source, (start, count) in zip(images_of(row_messages(row)), sample.images, strict=False):
+            data = read_image(row, source)
+            picture = self.pictures.get(hashlib.sha256(data).hexdigest(), partial(open_image, data))
+            placed.append(PlacedPicture(picture, start, count))
+        return placed
+
+    def _with_images(self, renderer: Any, row: Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with opened images. Raises DataError if they cannot be rendered or trained."""
+        from renderers.base import is_multimodal
+
+        if not is_multimodal(renderer):
+            raise not_rendered(row, "images", name_of(renderer))
+        if self.pictures is None:
+            raise DataError(
+                "the row has images, but the model's vision tower is not loaded",
+                location=row.location,
+                hint="use a model of the Qwen-VL family, and leave out trainer.vision none",
+            )
+        # the class of the renderer would load the processor of videos too, which needs torchvision
+        renderer._processor = SimpleNamespace(image_processor=self.pictures.processor)
+
+        def opened(part: dict[str, Any]) -> dict[str, Any]:
+            if part["type"] != "image":
+                return part
+            try:
+                return {**part, "image": open_image(read_image(row, part["image"]))}
+            except ValueError as error:
+                raise DataError(str(error), location=row.location) from error
+
+        return [
+            {**message, "content": [opened(part) for part in message["content"]]}
+            if isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
 
     def _renderer_of(self, row: Row) -> Any:
         kwargs = row_template_kwargs(row)
@@ -180,7 +262,7 @@ class Tokenizer:
 
     def _by_owner(
         self, renderer: Any, messages: list[Any], tools: list[Any] | None, turns: list[bool]
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
         from renderers.base import build_training_sample
 
         rendered = build_training_sample(
@@ -192,7 +274,9 @@ class Tokenizer:
             ensure_final_stop=True,
             message_loss_mask=list(turns),
         )
-        return rendered.token_ids, rendered.loss_mask
+        media = rendered.multi_modal_data
+        spans = media.mm_placeholders.get("image", []) if media is not None else []
+        return rendered.token_ids, rendered.loss_mask, [(span.offset, span.length) for span in spans]
 
     def _by_template(
         self, renderer: Any, row: Row, messages: list[Any], tools: list[Any] | None, turns: list[bool]

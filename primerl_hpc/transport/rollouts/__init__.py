@@ -1,4 +1,4 @@
 """Training batches sent from the orchestrator to the trainer, and sampled tokens sent from engines to rollouts.
 
-Reading order: micro_batch → filesystem → token_arrays.
+Reading order: micro_batch → pictures → filesystem → token_arrays.
 """

@@ -22,8 +22,9 @@ from primerl_hpc.trainer.sft import stream as sft_data
 from primerl_hpc.trainer.sft import tokens as sft_tokens
 from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.mixture import Mixture, Order, shares
-from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, pack_first_fit
+from primerl_hpc.trainer.sft.stream import SFTStream, all_rows, make_row, pack_first_fit
 from primerl_hpc.trainer.sft.tokens import Peers, SFTSample, Tokenizer, shares_of
+from primerl_hpc.transport.rollouts.micro_batch import MicroBatch
 from tests.support.helpers import PATIENCE_S, ROOT, captured, make_tiny_model
 from tests.support.hub import serve_hub
 
@@ -41,6 +42,10 @@ def renderer(tmp_path_factory):
 
 def rows_of(*values: dict) -> list[Row]:
     return [Row(f"data.jsonl:{number}", each) for number, each in enumerate(values, start=1)]
+
+
+def made_rows(stream: SFTStream) -> list[MicroBatch]:
+    return [make_row(row) for row in stream.next_batch().rows]
 
 
 def all_values(rows) -> list[dict]:
@@ -148,7 +153,7 @@ def test_a_stream_from_a_saved_position_continues_exactly(renderer, unit):
         straight.next_batch()
     resumed = stream(straight.position)
     for _ in range(6):
-        one, other = straight.next_batch().rows, resumed.next_batch().rows
+        one, other = map(made_rows, (straight, resumed))
         assert [row.input_ids.tolist() for row in one] == [row.input_ids.tolist() for row in other]
         assert unit == "samples" or len(one) == 3
         assert all(row.num_tokens <= 48 for row in one)
@@ -163,7 +168,7 @@ def test_rows_are_filled_though_few_samples_are_kept_and_some_are_skipped(render
     def batches(count: int) -> list[list[int]]:
         tokenizer = Tokenizer([*demonstrations(10), *untrained], renderer, LossMask(), 24)
         stream = SFTStream(tokenizer, config, seq_len=24, seed=3)
-        return [row.input_ids.tolist() for _ in range(count) for row in stream.next_batch().rows]
+        return [row.input_ids.tolist() for _ in range(count) for row in made_rows(stream)]
 
     expected = batches(40)
     monkeypatch.setattr(sft_tokens, "KEPT_TOKENS", kept_tokens)
