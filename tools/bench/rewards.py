@@ -89,6 +89,7 @@ EXPECTED = {
     "reverse_text/colocated": Expected(("tiny",), rise=0.2, before_max=0.65, after_min=0.85),
     "reverse_text/moe": Expected(("tiny-moe", "--experts", "8"), rise=0.2, kl_max=0.03),
     "alphabet_sort/tiny": Expected(("tiny-sort", "--task", "alphabet-sort"), rise=0.1),
+    "color_squares/tiny": Expected(("tiny-colors", "--task", "color-squares"), rise=0.04),
     "math/tiny": Expected(("tiny-math", "--task", "math-problems"), rise=0.1),
     "local_search/tiny": Expected(("tiny-search", "--task", "local-search"), rise=0.2),
     "wordle/tiny": Expected(

@@ -122,7 +122,7 @@ class Tokenizer:
     """
 
     pictures: Pictures | None = None
-    """Of a model whose vision tower is loaded; without it, rows with images are refused."""
+    """Set if the vision tower of the model is loaded; without it, rows with images are refused."""
 
     def __init__(
         self,

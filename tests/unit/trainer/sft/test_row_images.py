@@ -126,7 +126,7 @@ def test_images_are_refused_where_they_would_be_lost(model: Model, tmp_path: Pat
         tokenizer_of(model, [row], sees=False)
     for name in ("qwen3", "default"):
         other = model.model_copy(update={"renderer": model.renderer.model_copy(update={"name": name})})
-        with pytest.raises(DataError, match="the row has images, which .* does not render"):
+        with pytest.raises(DataError, match=r"the row has images, which .* does not render"):
             tokenizer_of(other, [row])
     with pytest.raises(DataError, match="the row has images, which renderer 'chatml' does not render"):
         check_row(row, "renderer 'chatml'")
