@@ -17,7 +17,7 @@ from primerl_hpc.trainer.model.policy import Policy
 from primerl_hpc.trainer.parallel.context import Context
 from primerl_hpc.trainer.parallel.mesh import make_world
 from primerl_hpc.trainer.weights.filesystem import adapter_config, export_adapters
-from tests.support.tiny_models import COMMON, EXPERTS, FAMILIES, GROUPS
+from tests.support.tiny_models import COMMON, EXPERTS, FAMILIES, GROUPS, MORE_FAMILIES
 
 MLA = FAMILIES["deepseek_v3"]
 SHAPES = {
@@ -40,7 +40,8 @@ SHAPES = {
 def make_base(family: str, folder: Path):
     """A model with noise on every parameter, and its folder."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **COMMON | SHAPES[family])
+    shape = SHAPES.get(family) or (FAMILIES | MORE_FAMILIES)[family]
+    config = AutoConfig.for_model(family, **COMMON | shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +51,7 @@ def make_base(family: str, folder: Path):
 
 
 def load(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def export_random_adapter(hf, base: Path, run: RunDir, lora: LoRA, *, seed: int = 0) -> Path:

@@ -124,6 +124,11 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"],
     },
     # others
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "persimmon": {},
+    "diffllama": {},
+    "bitnet": {},
     "apertus": {},
     "arcee": {},
     "cwm": {"head_dim": 8},

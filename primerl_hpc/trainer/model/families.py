@@ -59,14 +59,15 @@ class DecoderBlock(nn.Module):
 def decoder_of(hf: PreTrainedModel) -> nn.Module:
     """Return the model without head and towers. In Llama 4 the prefix names no attribute."""
     model: Any = hf
-    for name in (hf.base_model_prefix, "model", "language_model", "model"):
+    for name in (hf.base_model_prefix, "model", "language_model", "model", "decoder"):
         model = getattr(model, name, model)
     return model
 
 
 def decoder_blocks(hf: PreTrainedModel) -> list[DecoderBlock]:
     """Return the decoder's layers. Raises ConfigError for an architecture that has no list of them."""
-    layers = getattr(decoder_of(hf), "layers", None)
+    decoder = decoder_of(hf)
+    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
     if layers is None:
         raise ConfigError(
             f"{type(hf).__name__} has no list of decoder layers: this architecture is not supported"

@@ -20,12 +20,31 @@ from tests.e2e.test_parallel import LAYOUTS, REFUSED
 from tests.support.helpers import ROOT, small_rl, small_sft
 from tests.support.served_updates import MEASURED, SERVED
 from tests.support.tiny_models import COMPOSITES, FAMILIES, MORE_FAMILIES, VISION_FAMILIES
+from tests.unit.trainer.test_comparison import UNCOMPARED
+from tests.unit.trainer.test_family_features import ADAPTED, IN_FP8
 
 PAGE = ROOT / "docs" / "models.md"
-BEGIN = "| `model_type` |"
+BEGIN = "| `model_type` | samples |"
+BEGIN_POPULAR = "| architecture |"
 SERVED_ROWS = ROOT / "docs" / "measurements" / "served_families.json"
 COMPARED = {name for name, family in model_families.FAMILIES.items() if family.is_compared}
 ROWS = {name.partition("/")[0] for name in FAMILIES | MORE_FAMILIES | COMPOSITES}
+POPULAR = """
+    ApertusForCausalLM ArceeForCausalLM BloomForCausalLM CohereForCausalLM Cohere2ForCausalLM
+    DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+    Exaone4ForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GemmaForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration GlmForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM GlmMoeDsaForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
+    GPTNeoXForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeHybridForCausalLM HunYuanDenseV1ForCausalLM
+    JambaForCausalLM Kimi_K25ForConditionalGeneration KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    LlamaForCausalLM Llama4ForConditionalGeneration MambaForCausalLM MiniMaxM2ForCausalLM MistralForCausalLM
+    Mistral3ForConditionalGeneration MixtralForCausalLM NemotronHForCausalLM OlmoForCausalLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoeForCausalLM OPTForCausalLM PhiForCausalLM Phi3ForCausalLM PhimoeForCausalLM
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM
+    Qwen3NextForCausalLM Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration SeedOssForCausalLM SmolLM3ForCausalLM
+    StableLmForCausalLM Starcoder2ForCausalLM
+"""
 AXES = ("tensor_parallel", "context_parallel", "expert_parallel")
 
 
@@ -52,19 +71,43 @@ def served_of(family: str) -> str:
 
 
 def table() -> str:
-    rows = [f"{BEGIN} samples | layouts | served updates |", "|---|---|---|---|"]
+    rows = [f"{BEGIN} layouts | LoRA | FP8 | served updates |", "|---|---|---|---|---|---|"]
     for family in sorted(ROWS | VISION_FAMILIES.keys() | SERVED.keys()):
         samples = "text and images" if family in VISION_FAMILIES else "text"
-        rows.append(f"| `{family}` | {samples} | {layouts_of(family)} | {served_of(family)} |")
+        features = [("–", "yes")[family in families] for families in (ADAPTED, IN_FP8)]
+        cells = [f"`{family}`", samples, layouts_of(family), *features, served_of(family)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def families_of_architectures() -> dict[str, str]:
+    """Return the ``model_type`` of each class that transformers builds for text."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return {name: family for mapping in mappings for family, name in mapping.items() if isinstance(name, str)}
+
+
+def popular_table() -> str:
+    known = families_of_architectures()
+    rows = [f"{BEGIN_POPULAR} `model_type` | trained |", "|---|---|---|"]
+    for name in POPULAR.split():
+        family = known[name]
+        _, refusal = UNCOMPARED.get(family, ({}, ""))
+        trained = f"no: {refusal}" if refusal else "after a comparison at the start"
+        rows.append(f"| `{name}` | `{family}` | {'yes' if family in COMPARED else trained} |")
     return "\n".join(rows) + "\n"
 
 
 def test_the_table_of_models_lists_what_tests_compare(request: pytest.FixtureRequest) -> None:
-    text = PAGE.read_text()
-    start = text.index(BEGIN)
-    if request.config.getoption("--update-golden"):
-        PAGE.write_text(text[:start] + table())
-    assert PAGE.read_text()[start:] == table()
+    for begin, expected in ((BEGIN_POPULAR, popular_table()), (BEGIN, table())):
+        text = PAGE.read_text()
+        start = text.index(begin)
+        end = text.find("\n\n", start) + 1 or len(text)
+        if request.config.getoption("--update-golden"):
+            PAGE.write_text(text[:start] + expected + text[end:])
+        else:
+            assert text[start:end] == expected
 
 
 def test_the_package_accepts_the_families_that_tests_compare() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,27 @@ from primerl_hpc.trainer.watchdog import Watchdog  # noqa: E402
 from tests.support.helpers import small_sft  # noqa: E402
 from tests.support.one_rank import one_rank_world  # noqa: E402
 from tests.support.tiny_models import MORE_FAMILIES, make_family  # noqa: E402
+
+SMALL_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+NO_INTERFACE = "does not use transformers' attention interface"
+UNCOMPARED: dict[str, tuple[dict[str, Any], str]] = {
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 0}, ""),
+    "phimoe": ({"num_experts_per_tok": 2, "num_local_experts": 8}, ""),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "the trainer computes something else than transformers"),
+    "falcon": ({"num_kv_heads": 2, "new_decoder_architecture": True}, NO_INTERFACE),
+    "gptj": (SMALL_GPT, NO_INTERFACE),
+    "gpt_neo": ({"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, NO_INTERFACE),
+    "mamba": ({"state_size": 8}, "has linear_attention layers, which this version does not train"),
+    "falcon_mamba": ({"state_size": 8}, "has linear_attention layers, which this version does not train"),
+    "falcon_h1": (
+        {
+            "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_ssm": 64,
+            "mamba_chunk_size": 8, "head_dim": 8,
+        },
+        "has hybrid layers, which this version does not train",
+    ),
+}  # fmt: skip
+"""Families without a row in docs/models.md: shape, and why they are refused; empty: they are trained."""
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +110,15 @@ def test_a_family_without_the_attention_interface_is_refused(rank: Any, tmp_path
     AutoConfig.for_model("gptj", n_embd=32, n_layer=1, n_head=4, rotary_dim=8).save_pretrained(folder)
     with pytest.raises(ConfigError, match="GPTJConfig does not use transformers' attention interface"):
         build_policy(small_sft(folder), folder, rank, may_be_random=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", UNCOMPARED)
+def test_other_families_are_trained_after_the_comparison_or_refused(
+    rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    shape, refusal = UNCOMPARED[family]
+    monkeypatch.setitem(MORE_FAMILIES, family, shape)
+    recipe = small_sft(make_family(family, tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(refusal)) if refusal else nullcontext():
+        compare(build_policy(recipe, tmp_path, rank), recipe)
