@@ -44,8 +44,8 @@ _LATENT = {f"self_attn.{name}_proj": "columns" for name in ("q", "q_b", "kv_b")}
 }
 _PLAIN = """
     afmoe apertus arcee axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 diffllama dots1 ernie4_5 ernie4_5_moe
-    exaone4 flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe
-    gpt2 gpt_bigcode gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hyperclovax internvl jais2 laguna
+    exaone4 flex_olmo gemma gemma3 gemma4 gemma4_text glm glm4_moe_lite glm4v glm4v_moe gpt2
+    gpt_bigcode gpt_neox granite granite_swa granitemoeshared helium hunyuan_v1_moe hyperclovax internvl jais2 laguna
     llama4 llama4_text mellum mimo_v2_flash minicpm3 ministral mistral3 nanochat olmo olmo2 olmo3 olmoe persimmon phi
     qwen2_moe starcoder2 vaultgemma youtu
 """
