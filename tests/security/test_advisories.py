@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,7 @@ def test_a_handled_advisory_names_an_existing_test() -> None:
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_every_extra_has_a_constraints_file_that_matches_setup_cfg(extra: str) -> None:
     pins, head = pins_of(extra), (ROOT / "constraints" / f"{extra}.txt").read_text()
-    unpinned = re.findall(r"[\w-]+", head.partition("Not pinned here: ")[2].partition(" and packages")[0])
+    unpinned = re.findall(r"[\w-]+", head.partition("so not pinned: ")[2].partition(".\n")[0])
     for line in [*EXTRAS[TOOL["BASE"]], *EXTRAS[extra]]:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
@@ -96,6 +98,25 @@ def test_every_extra_has_a_constraints_file_that_matches_setup_cfg(extra: str) -
         assert name not in pins or requirement.specifier.contains(pins[name]), (
             f"{name}: run tools/constraints"
         )
+
+
+@pytest.mark.slow
+def test_the_package_index_has_every_pinned_file_for_gpus() -> None:
+    """uv reads the metadata of all files, and the checksums of those that it would install."""
+    target = (
+        "--python-platform",
+        TOOL["PLATFORM"],
+        "--python-version",
+        TOOL["PYTHON"],
+        "--target",
+        "/nowhere",
+    )
+    pinned = ("--require-hashes", "-r", str(ROOT / "constraints" / "gpu-hashes.txt"))
+    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", *target, *pinned]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    versions = dict(re.findall(r"^ \+ (\S+)==(\S+)$", found.stderr, re.MULTILINE))
+    assert versions == pins_of("gpu")
 
 
 def test_the_packages_that_read_from_the_network_are_pinned() -> None:
