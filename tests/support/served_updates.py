@@ -91,6 +91,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "afmoe": {
         **MOE, **WINDOW_THEN_FULL, "num_experts": 8, "num_dense_layers": 1, "num_shared_experts": 1,
         "mup_enabled": True, "route_scale": 2.0,
+        "score_func": "sigmoid",  # published; vLLM 0.32 reads it, transformers does not
     },
     "flex_olmo": {"num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
     "solar_open": {**MOE, "n_routed_experts": 8},
