@@ -122,19 +122,23 @@ def listeners(pid: int) -> tuple[set[tuple[str, int]], set[Path]]:
     root = psutil.Process(pid)
     sockets = [each for one in (root, *root.children(recursive=True)) for each in one.net_connections("all")]
     tcp = {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
-    return tcp, {Path(each.laddr) for each in sockets if each.family == socket.AF_UNIX and each.laddr}
+    return tcp, {Path(str(each.laddr)) for each in sockets if each.family == socket.AF_UNIX and each.laddr}
 
 
 def answers_to_a_stranger(ports: Iterable[int], limit_s: float = 5) -> dict[int, bytes]:
     """Write a key into the store that each port may have, as torch's client does, and read it.
 
-    torch's own client waits much longer for a server that does not answer, such as a listener of gloo.
+    Return what the server sent, including its first bytes if it speaks first, as ZMQ does. torch's own client waits
+    much longer for a server that does not answer, such as a listener of gloo.
     """
 
     def attack(port: int) -> bytes:
         answer = b""
         try:
-            with socket.create_connection(("127.0.0.1", port), timeout=limit_s) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                with contextlib.suppress(TimeoutError):
+                    answer = connection.recv(65536)
+                connection.settimeout(limit_s)
                 connection.sendall(QUERY)
                 while VALUE not in answer and (part := connection.recv(65536)):
                     answer += part
