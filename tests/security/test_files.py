@@ -146,7 +146,7 @@ def test_a_run_directory_that_was_replaced_while_the_job_waited_runs_nothing(
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
-    """The last line says what happened and what to do; lines of other programs come before it."""
+    """The last line states what happened and what to do; lines of other programs come before it."""
     last = done.stderr.splitlines()[-1]
     assert done.returncode == ExitCode.OCCUPIED and "colleague" not in done.stdout, done
     assert last.startswith("error: nothing of ") and reason in last and "primerl-hpc resume" in last, last
