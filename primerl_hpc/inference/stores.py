@@ -38,7 +38,8 @@ def secure_stores() -> None:
     from primerl_hpc.transport.members import require_proofs
 
     # `from torch.distributed import rendezvous` would import the function of the same name
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = utils.TCPStore = secure_store
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous.TCPStore = utils.TCPStore = secure_store
     require_proofs()
     os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # torch forms such groups without the constructor
 

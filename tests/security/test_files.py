@@ -170,6 +170,23 @@ def test_a_folder_above_that_others_can_write_is_refused_unless_the_submission_a
     check_own(prepared)
 
 
+def test_a_folder_in_which_others_can_plant_a_lock_is_not_taken_for_an_interrupted_submission(
+    prepared: RunDir, tmp_path: Path
+) -> None:
+    results = RunDir(tmp_path / "results")
+    write_text(results.root / "own" / "thesis", "text")
+    results.root.chmod(0o777)
+
+    def plant() -> None:
+        results.submission_lock.write_text("{}")
+        os.utime(results.submission_lock, (0, 0))
+
+    as_stranger(plant)
+    with pytest.raises(OccupiedError, match="not empty"):
+        prepare_run(load_recipe("recipe.yaml", environ={}), load_profile("local", environ={}), results.root)
+    assert (results.root / "own" / "thesis").exists()
+
+
 def test_a_parent_folder_that_others_can_write_is_named(tmp_path: Path) -> None:
     make_private(tmp_path / "private")
     assert writable_by_others(tmp_path / "private" / "runs") is None
