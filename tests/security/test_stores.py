@@ -31,6 +31,7 @@ from primerl_hpc.run.ports import free_port  # noqa: E402
 from primerl_hpc.run.rundir import RunDir  # noqa: E402
 from primerl_hpc.transport.store import SecureStore, serve_store  # noqa: E402
 from primerl_hpc.transport.weights.broadcast_group import connect_store  # noqa: E402
+from tests.security.test_sockets import exchange  # noqa: E402
 from tests.support.helpers import PATIENCE_S, end_role, make_tiny_model, start_role  # noqa: E402
 from tests.support.serving import Serving  # noqa: E402
 from tests.support.stranger import Command, as_stranger, run_in_child  # noqa: E402
@@ -74,19 +75,7 @@ def test_torchs_own_client_of_a_stranger_reaches_no_key(
 def test_bytes_of_a_stranger_are_not_answered_and_end_nothing(
     store: SecureStore, keys: RunKeys, data: bytes
 ) -> None:
-    def send() -> bytes:
-        with socket.create_connection((store.host, store.port), timeout=PATIENCE_S) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            answer = b""
-            try:
-                while part := connection.recv(65536):
-                    answer += part
-            except ConnectionError:
-                pass
-            return answer
-
-    assert b"value" not in as_stranger(send)
+    assert b"value" not in as_stranger(lambda: exchange(store.port, data))
     assert connect_store(keys, store.host, store.port).get("address") == b"value"
 
 
