@@ -258,7 +258,7 @@ def _uses_remote_prefill(phase: PhasePlan, process: str) -> bool:
 
 
 def open_side_channel(plan: Plan, recipe: Recipe) -> None:
-    """Set the address at which vLLM's connector exchanges metadata of KV blocks.
+    """Set the address at which vLLM's connector exchanges metadata of KV blocks, and on one node that of transfers.
 
     One free port per data-parallel rank. Raises ConfigError if the package nixl is not installed.
     """
@@ -271,6 +271,8 @@ def open_side_channel(plan: Plan, recipe: Recipe) -> None:
         )
     host = listen_host(plan.num_hosts)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+    if plan.num_hosts == 1:  # GPUs of one node use no network; UCX listens on all its interfaces otherwise
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     num_ranks = recipe.layout.inference.data_parallel
     assert isinstance(num_ranks, int)  # `auto` is resolved in the plan
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(host, num_ranks))

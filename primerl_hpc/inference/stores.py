@@ -8,6 +8,7 @@ forks. A process that vLLM spawns imports the module of our role again (as ``__m
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from datetime import timedelta
@@ -32,11 +33,12 @@ def secure_stores() -> None:
     """Protect the stores and process groups that vLLM creates in this process. Does nothing outside a run."""
     if env.run_dir() is None:
         return
-    from torch.distributed import rendezvous
     from vllm.distributed import utils
 
     from primerl_hpc.transport.members import require_proofs
 
+    # `from torch.distributed import rendezvous` would import the function of the same name
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.TCPStore = utils.TCPStore = secure_store
     require_proofs()
     os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # torch forms such groups without the constructor

@@ -178,7 +178,9 @@ def _is_abandoned(root: Path) -> bool:
     run = RunDir(root)
     if not root.is_dir() or root.stat().st_uid != os.geteuid() or not run.is_unfinished:
         return False
-    return not is_owner_alive(read_json_or_none(run.submission_lock), run.submission_lock)
+    # a submission makes it private first, so another user may have written the lock of other folders
+    is_private = not root.stat().st_mode & 0o022
+    return is_private and not is_owner_alive(read_json_or_none(run.submission_lock), run.submission_lock)
 
 
 def claim_run_dir(root: Path, profile: LoadedProfile) -> RunDir:

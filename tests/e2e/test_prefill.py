@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 
 from primerl_hpc.common.names import Role
 from primerl_hpc.common.waiting import wait_until
 from primerl_hpc.orchestrator.engines.fleet import Fleet, FleetOptions
+from tests.security.test_stores import ZMQ_GREETING, answers_to_a_stranger, listeners
 from tests.support.helpers import PATIENCE_S
 from tests.support.serving import Serving, hf_logprobs, save_variant
+from tests.support.stranger import as_stranger
 
 pytest.importorskip(
     "nixl", reason="the package nixl (extra prefill), which transfers KV blocks, is not installed"
@@ -132,6 +135,29 @@ def test_an_update_reaches_both_engines_and_later_blocks_are_of_the_new_version(
     assert prefills(serving) == (others + 1, own + 1)
     assert asyncio.run(update(serving.model, 0)) == {DECODES: 0, PREFILLS: 0}
     wait_until(lambda: is_empty(serving), what="the blocks to be given back", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_engines_listen_on_loopback_and_a_stranger_who_ends_the_exchange_of_metadata_fails_no_request(
+    serving: Serving,
+) -> None:
+    """The exchange has no authentication (docs/security.md): its thread in vLLM ends at a malformed message."""
+    for name in (DECODES, PREFILLS):
+        tcp, _ = listeners(serving.processes[name].pid)
+        assert tcp and {address for address, _ in tcp} == {"127.0.0.1"}, (name, tcp)
+    answers = answers_to_a_stranger({port for _, port in listeners(serving.processes[PREFILLS].pid)[0]})
+    (port,) = [port for port, answer in answers.items() if answer.startswith(ZMQ_GREETING)]
+
+    def disturb() -> None:
+        with zmq.Context() as context, context.socket(zmq.REQ) as channel:
+            channel.connect(f"tcp://127.0.0.1:{port}")
+            channel.send(b"\xc1")  # no value of msgpack
+
+    as_stranger(disturb)
+    wait_until(
+        lambda: "nixl_handshake_listener" in serving.log(PREFILLS), what="the end", timeout_s=PATIENCE_S
+    )
+    assert is_of(serving.model, prompt(40), serving.generate(prompt(40)))
 
 
 @pytest.mark.slow

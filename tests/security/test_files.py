@@ -136,11 +136,20 @@ def test_a_run_directory_that_was_replaced_while_the_job_waited_runs_nothing(
     assert state["state"] == "failed" and "exit 3" in json.dumps(state), "the run's own copy was executed"
     as_stranger(lambda: plant_package(prepared, tmp_path))
     done = start_as_slurm_does(prepared, tmp_path)
-    assert done.returncode == ExitCode.OCCUPIED and "was replaced" in done.stderr, done
-    assert "colleague" not in done.stdout
+    assert_refused(done, "was replaced, or other users own or can write its parts: ., launch, code, ")
+    shutil.rmtree(prepared.root / "launch")
+    assert_refused(start_as_slurm_does(prepared, tmp_path), "can write its parts: ., code, ")
     shutil.rmtree(prepared.root)
+    assert_refused(start_as_slurm_does(prepared, tmp_path), "cannot be opened: it was deleted, moved or")
     as_stranger(lambda: prepared.root.symlink_to("taken"))
-    assert start_as_slurm_does(prepared, tmp_path).returncode == ExitCode.OCCUPIED
+    assert_refused(start_as_slurm_does(prepared, tmp_path), "was replaced by a symbolic link")
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
+    """The last line states what happened and what to do; lines of other programs come before it."""
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == ExitCode.OCCUPIED and "colleague" not in done.stdout, done
+    assert last.startswith("error: nothing of ") and reason in last and "primerl-hpc resume" in last, last
 
 
 def test_a_folder_above_that_others_can_write_is_refused_unless_the_submission_accepted_it(
@@ -159,6 +168,23 @@ def test_a_folder_above_that_others_can_write_is_refused_unless_the_submission_a
         assert way in str(caught.value)
     project.chmod(0o3770)
     check_own(prepared)
+
+
+def test_a_folder_in_which_others_can_plant_a_lock_is_not_taken_for_an_interrupted_submission(
+    prepared: RunDir, tmp_path: Path
+) -> None:
+    results = RunDir(tmp_path / "results")
+    write_text(results.root / "own" / "thesis", "text")
+    results.root.chmod(0o777)
+
+    def plant() -> None:
+        results.submission_lock.write_text("{}")
+        os.utime(results.submission_lock, (0, 0))
+
+    as_stranger(plant)
+    with pytest.raises(OccupiedError, match="not empty"):
+        prepare_run(load_recipe("recipe.yaml", environ={}), load_profile("local", environ={}), results.root)
+    assert (results.root / "own" / "thesis").exists()
 
 
 def test_a_parent_folder_that_others_can_write_is_named(tmp_path: Path) -> None:

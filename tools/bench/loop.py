@@ -2,7 +2,7 @@
 """Measure the cost of a rollout in the complete RL loop: CPU per rollout by role, and speed against bare parts and TRL.
 
     tools/bench/loop.py --sizes 7                                # this checkout
-    tools/bench/loop.py --sizes 7 90 256 --before ../before      # and another one, in turns
+    tools/bench/loop.py --sizes 7 --before ../before --runs 5    # and another one, in turns; ratios of medians
     tools/bench/loop.py --sizes 7 --profile outputs/profile      # py-spy by role
     tools/bench/loop.py --install-trl outputs/trl                # once: TRL on top of this checkout's environment
     tools/bench/loop.py --sizes 90 256 --trl outputs/trl --json > docs/measurements/loop.json
@@ -195,7 +195,7 @@ def measure_size(name: str, folder: Path, options: argparse.Namespace) -> list[d
     )
     rows: list[dict[str, Any]] = []
     for number in range(options.runs):
-        for label, checkout in checkouts.items():
+        for label, checkout in [*checkouts.items()][:: -1 if number % 2 else 1]:
             profile = options.profile / name / label if options.profile else None
             run = folder / f"run-{name}-{label}-{number}"
             row = measure_loop(checkout, recipe, name, run, steps, profile)
@@ -279,7 +279,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--runs", type=int, default=1, help="runs of each checkout")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=1,
+        help="runs of each checkout; ratios are those of medians, the order alternates",
+    )
     parser.add_argument("--steps", type=int, help="steps of a run (default: by size)")
     parser.add_argument("--before", type=Path, help="checkout of the revision to compare with, with a .venv")
     parser.add_argument(
@@ -302,7 +307,8 @@ def main() -> int:
     if options.profile is not None:
         report_profiles(options.profile)
     if options.json:
-        document = {"command": " ".join(sys.argv[1:]), **describe_machine()}
+        command = " ".join(sys.argv[1:]).replace(str(options.before), "../before")
+        document = {"command": command, **describe_machine()}
         print(json.dumps({**document, "rows": list(chain(*rows.values())), "ratios": ratios}, indent=1))
     for name, found in ratios.items():
         for what, value in found.items():

@@ -100,9 +100,13 @@ def test_shell_variables_override_nothing_and_site_defaults_apply_to_unset_optio
         "SLURM_NTASKS": "7",
         "SRUN_CPUS_PER_TASK": "1",
         "SALLOC_ACCOUNT": "x",
+        "SLURM_JWT": "token",
+        "HF_TOKEN": "token",
     }
     kept = submission_environ(environ, ["partition", "nodes"])
-    assert kept == {"PATH": "/bin", "SBATCH_ACCOUNT": "mine", "SLURM_CONF": "/etc/slurm.conf"}
+    assert kept == {"PATH": "/bin", "SBATCH_ACCOUNT": "mine", "SLURM_CONF": "/etc/slurm.conf"} | {
+        "SLURM_JWT": "token"
+    }
     assert "SBATCH_ACCOUNT" not in submission_environ(environ, ["account"])
 
 
