@@ -17,6 +17,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
 TRAINED = ("weight", "train", "trainable", "training")
 """Keys of a message that say whether it is trained: true or 1, false or 0."""
+SYSTEM = ("system", "system_prompt")
+"""Columns that hold the text of the system message."""
+TOOLS = ("tools", "tool_defs", "functions")
+"""Columns that hold the tools."""
+NOT_RENDERED = (
+    *("reasoning_content", "reasoning", "thinking", "tool_calls", "instruction", "input", "documents"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+)
+"""Columns with content for the model in common datasets, which no renderer gets."""
 LINKS = {"tool": ("tool_call_id", "name")}
 """Role → keys that connect a message with another one, and have no tokens in most formats."""
 
@@ -31,11 +40,38 @@ class Row:
     """Column → value."""
 
 
-def row_messages(row: Row) -> list[dict[str, Any]]:
+def row_messages(row: Row, ignored: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the conversation of a row: ``messages``, else ``prompt`` + ``completion`` (each text or messages).
 
-    Raises DataError with file, row and the missing column, or the message whose role is not one of `ROLES`.
+    A column of `SYSTEM` is its first message. ``ignored``: ``sft.ignored_keys``.
+
+    Raises DataError with file, row and the missing column, the message whose role is not one of `ROLES`, or a column of
+    `NOT_RENDERED`.
     """
+    for column in (name for name in NOT_RENDERED if row.values.get(name) and name not in ignored):
+        raise DataError(
+            f"column '{column}' would not be rendered",
+            location=row.location,
+            hint="move it into the messages, or, if it is not meant for the model, name it in sft.ignored_keys",
+        )
+    messages = _conversation(row)
+    for column in (name for name in SYSTEM if row.values.get(name) and name not in ignored):
+        system = {"role": "system", "content": row.values[column]}
+        if not isinstance(system["content"], str):
+            raise DataError(f"column '{column}' must hold text", location=row.location)
+        if messages and messages[0]["role"] in ("system", "developer"):
+            if messages[0].get("content") != system["content"]:
+                raise DataError(
+                    f"column '{column}' differs from the system message of the conversation",
+                    location=row.location,
+                    hint=f"remove one of them, or name '{column}' in sft.ignored_keys",
+                )
+        else:
+            messages = [system, *messages]
+    return messages
+
+
+def _conversation(row: Row) -> list[dict[str, Any]]:
     if row.values.get("messages"):
         return _as_messages(row, "messages", role="")
     for column in ("prompt", "completion"):
@@ -141,14 +177,25 @@ def not_rendered(row: Row, part: str, renderer: str) -> DataError:
     )
 
 
-def row_tools(row: Row) -> list[dict[str, Any]] | None:
-    """Return the tools of a row (``tools`` or ``tool_defs``: a list, or its JSON text), or None.
+def row_tools(row: Row, ignored: Collection[str] = ()) -> list[dict[str, Any]] | None:
+    """Return the tools of a row (one of the columns `TOOLS`: a list, or its JSON text), or None.
 
-    Each tool has the form ``{"type": "function", "function": {…}}``, as the tools of environments do. Raises DataError.
+    Each tool has the form ``{"type": "function", "function": {…}}``, as the tools of environments do. ``ignored``:
+    ``sft.ignored_keys``. Raises DataError, also for two columns with different tools.
     """
-    column = next((name for name in ("tools", "tool_defs") if row.values.get(name)), None)
-    if column is None:
-        return None
+    columns = [name for name in TOOLS if row.values.get(name) and name not in ignored]
+    tools = [_tools_of(row, column) for column in columns]
+    for column, others in zip(columns, tools, strict=True):
+        if others != tools[0]:
+            raise DataError(
+                f"column '{column}' holds other tools than column '{columns[0]}'",
+                location=row.location,
+                hint="remove one of them, or name it in sft.ignored_keys",
+            )
+    return tools[0] if tools else None
+
+
+def _tools_of(row: Row, column: str) -> list[dict[str, Any]]:
     tools = _parsed(row, column)
     if not isinstance(tools, list):
         raise DataError(f"column '{column}' must hold a list of tools", location=row.location)
@@ -188,7 +235,7 @@ def check_row(row: Row, plain_renderer: str | None = None, ignored: Collection[s
     ``plain_renderer``: description of the renderer if it is known to render roles and content only; ``ignored``:
     ``sft.ignored_keys``.
     """
-    messages, tools = row_messages(row), row_tools(row)
+    messages, tools = row_messages(row, ignored), row_tools(row, ignored)
     row_template_kwargs(row)
     trained_turns(row, messages, ignored)
     if plain_renderer is None:

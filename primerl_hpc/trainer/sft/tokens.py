@@ -139,8 +139,9 @@ class Tokenizer:
 
     def make(self, row: Row) -> SFTSample:
         """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
-        messages, turns = trained_turns(row, row_messages(row), self.checks.ignored_keys)
-        tools = row_tools(row)
+        ignored = self.checks.ignored_keys
+        messages, turns = trained_turns(row, row_messages(row, ignored), ignored)
+        tools = row_tools(row, ignored)
         try:
             renderer = self._renderer_of(row)
             self.checks.check_parts(renderer, row, messages, tools)
