@@ -20,6 +20,8 @@ from primerl_hpc.cli.aliases import ROLES
 from primerl_hpc.cli.main import COMMANDS, cli
 from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
+from primerl_hpc.run.lock import SupervisorLock
+from primerl_hpc.run.rundir import RunDir
 from tests.support.forked_commands import run_command
 from tests.support.helpers import ROOT, captured, unusable_model
 from tests.support.hub import cache_model
@@ -290,6 +292,19 @@ def test_resume_may_change_sbatch_options_but_not_the_plan(folder: Path, tmp_pat
     assert "#SBATCH --time=12:00:00\n" in script and "#SBATCH --partition=gpu\n" in script
     assert "12:00:00" in (folder / "run" / "profile.yaml").read_text()
     assert json.loads((folder / "run" / "plan.json").read_text())["signal_margin_s"] == 900
+
+
+def test_one_of_two_resumes_at_once_is_refused_and_changes_nothing(folder: Path) -> None:
+    primerl("submit", "recipe.yaml", "-p", "h100x64", "--dry-run", "--run-dir", "run", cwd=folder)
+    lock, before = SupervisorLock(RunDir(folder / "run").resume_lock), tree(folder / "run")
+    lock.acquire()
+    words = ("resume", "run", "--set", "max_steps=30")
+    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.OCCUPIED and "another resume of this run" in done.stderr
+    lock.release()
+    assert tree(folder / "run") == before
+    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.UNAVAILABLE and not lock.path.exists()
 
 
 def test_resume_warns_that_edits_of_the_frozen_recipe_are_ignored(folder: Path) -> None:
