@@ -685,11 +685,12 @@ def test_a_missing_model_is_fetched_by_the_command_of_the_error_and_only_warned_
 
 
 @pytest.mark.parametrize(
-    "words", ["", "submit", "resume", "logs x --grep (", "no-such-command", "--no-such-option"]
+    "words",
+    ["", "submit", "submit x --resume", "resume", "logs x --grep (", "no-such-command", "--no-such-option"],
 )
 def test_a_usage_error_ends_with_one_newline(tmp_path: Path, words: str) -> None:
     done = primerl(*words.split(), cwd=tmp_path)
-    assert done.returncode == ExitCode.USAGE
+    assert done.returncode == ExitCode.USAGE and ("--resume" in words) == ("resume RUN" in done.stderr)
     assert done.stderr.endswith("\n") and not done.stderr.endswith("\n\n")
 
 
