@@ -650,6 +650,9 @@ def test_a_recipe_with_missing_files_is_planned_with_warnings_but_not_submitted(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """Shipped recipes before tools/tiny-model was run, or on a login node without access to the model."""
+    misspelled = ("--set", "environments.eval=[{id: revers-text, num_tasks: 8}]")
+    done = primerl(*command, "reverse_text/tiny", "-p", "h100x64", *misspelled, cwd=tmp_path)
+    assert "revers-text" in done.stderr and "(submit refuses this)" in done.stderr.replace("\n", " ")
     done = primerl(*command, "reverse_text/tiny", "-p", "h100x64", cwd=tmp_path)
     assert done.returncode == 0 and "reverse-text-tiny" in done.stdout, done.stderr
     warnings = done.stderr.splitlines()
