@@ -220,7 +220,7 @@ def untrained_sentence(run: RunDir, row: Mapping[str, Any]) -> str:
     if not (count := int(row.get("progress/total_skipped") or 0)):
         return ""
     log = f"primerl-hpc logs {shlex.quote(run.root.name)} {TRAINER_ROLE[Kind.SFT.value]}"
-    return f"{count:,} rows without a trained token were skipped; the first one is in {log}"
+    return f"rows skipped without a trained token, in all epochs: {count:,}; the first one is in {log}"
 
 
 def _skipped_sentence(rows: Mapping[int, Mapping[str, Any]]) -> str:

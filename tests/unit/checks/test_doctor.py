@@ -184,7 +184,7 @@ def test_a_driver_runs_the_cuda_of_its_own_and_earlier_major_versions(
         ({"container": {"kind": "pyxis", "image": "/images/train.sqsh"}}, "need not be"),
     ],
 )
-def test_on_a_login_node_without_torch_doctor_says_if_the_trainer_needs_it(
+def test_without_torch_on_a_login_node_doctor_reports_if_the_trainer_needs_it(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

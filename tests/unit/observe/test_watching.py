@@ -60,7 +60,7 @@ def test_rows_that_are_not_trained_are_counted_wherever_a_run_is_watched(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     MetricsWriter(run.metrics("sft")).write(7, {"loss/mean": 1.0, "progress/total_skipped": 3})
-    expected = "3 rows without a trained token were skipped"
+    expected = "rows skipped without a trained token, in all epochs: 3"
     follow_run(run)
     assert capsys.readouterr().out.count(expected) == 1
     for command in ("status", "diagnose"):
