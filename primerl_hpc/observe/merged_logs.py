@@ -191,17 +191,12 @@ def missing_log_error(run: RunDir, attempt: int | None = None, role: str | None 
 
 def later_start(run: RunDir, role: str | None) -> str:
     """Return when a role starts that the present phase does not have; empty for any other role."""
-    phases = (read_json_or_none(run.plan) or {}).get("phases", [])
-    names = [phase["name"] for phase in phases]
-    phase = (read_json_or_none(run.state) or {}).get("phase")
-    having = [
-        item["name"]
-        for item in phases
-        if any(matches(process, role or "") for process in item.get("processes", ()))
-    ]
-    if phase not in names or not having or names.index(phase) >= names.index(having[0]):
-        return ""
-    return f"; {role} starts with phase {having[0]}, after phase {phase}"
+    now, passed = (read_json_or_none(run.state) or {}).get("phase"), list[str]()
+    for phase in (read_json_or_none(run.plan) or {}).get("phases", ()):
+        if any(matches(process, role or "") for process in phase.get("processes", ())):
+            return f"; {role} starts with phase {phase['name']}, after phase {now}" if now in passed else ""
+        passed.append(phase["name"])
+    return ""
 
 
 # -- following -------------------------------------------------------------------------------------

@@ -56,18 +56,15 @@ def row_messages(row: Row, ignored: Collection[str] = ()) -> list[dict[str, Any]
         )
     messages = _conversation(row)
     for column in (name for name in SYSTEM if row.values.get(name) and name not in ignored):
-        system = {"role": "system", "content": row.values[column]}
-        if not isinstance(system["content"], str):
-            raise DataError(f"column '{column}' must hold text", location=row.location)
-        if messages and messages[0]["role"] in ("system", "developer"):
-            if messages[0].get("content") != system["content"]:
-                raise DataError(
-                    f"column '{column}' differs from the system message of the conversation",
-                    location=row.location,
-                    hint=f"remove one of them, or name '{column}' in sft.ignored_keys",
-                )
-        else:
-            messages = [system, *messages]
+        text = row.values[column]
+        has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+        if not isinstance(text, str) or (has_system and messages[0].get("content") != text):
+            raise DataError(
+                f"column '{column}' holds no text, or another one than the system message of the conversation",
+                location=row.location,
+                hint=f"remove one of them, or name '{column}' in sft.ignored_keys",
+            )
+        messages = messages if has_system else [{"role": "system", "content": text}, *messages]
     return messages
 
 
