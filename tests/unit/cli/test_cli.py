@@ -127,8 +127,11 @@ def test_an_occupied_run_directory_is_refused_and_stays_unchanged(folder: Path) 
     (folder / "my thesis" / "thesis.txt").write_text("years of work")
     done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "my thesis", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and "not empty" in done.stderr
-    assert f"primerl-hpc resume '{folder}/my thesis'" in done.stderr
+    assert "resume" not in done.stderr  # there is no run
     assert [path.name for path in (folder / "my thesis").iterdir()] == ["thesis.txt"]
+    (folder / "my thesis" / "plan.json").write_text("{}")
+    done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "my thesis", cwd=folder)
+    assert f"primerl-hpc resume '{folder}/my thesis'" in done.stderr
 
 
 @pytest.mark.parametrize(
