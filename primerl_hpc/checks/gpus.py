@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from primerl_hpc.checks.findings import Finding, bad, ok, warn
 from primerl_hpc.checks.table import Subject
+from primerl_hpc.cluster.software_schema import RoleSoftware
+from primerl_hpc.common.names import Role
 
 GIB = 2**30
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -146,18 +149,30 @@ def judge_count(found: int | None, wanted: int) -> Finding:
 # -- the driver ------------------------------------------------------------------------------------
 
 
-def driver(_: Subject) -> Iterator[Finding]:
+def driver(subject: Subject) -> Iterator[Finding]:
     """Compare NVIDIA's driver with the CUDA version for which torch was built."""
-    yield judge_driver(installed_driver(), torch_cuda())
+    software = None if subject.is_node else subject.profile.software.of_role(Role.TRAINER)
+    yield judge_driver(installed_driver(), torch_cuda(), missing_torch(software))
 
 
-def judge_driver(found: tuple[str, int] | str, wanted: str | None) -> Finding:
+def missing_torch(software: RoleSoftware | None) -> str:
+    """Describe an interpreter without torch for CUDA. ``software``: of the trainer, on a login node."""
+    if importlib.util.find_spec("torch") is not None:
+        return "torch is built without CUDA"
+    if software is None:
+        return "torch is not installed"
+    if software.python not in (None, sys.executable) or software.container.kind != "none":
+        return "torch is not installed here and need not be: the trainer has another interpreter"
+    return "torch is not installed here: the trainer of this profile needs it"
+
+
+def judge_driver(found: tuple[str, int] | str, wanted: str | None, missing: str = "") -> Finding:
     """Judge whether torch can use the driver. ``found``: versions of the driver and of its CUDA (12.4: 12040), or why
-    there is none.
+    there is none. ``missing``: as `missing_torch`.
 
     A driver runs programs of its own major CUDA version and of earlier ones (NVIDIA, "CUDA Compatibility").
     """
-    built = f"; torch was built for CUDA {wanted}" if wanted else "; torch is not installed, or without CUDA"
+    built = f"; torch was built for CUDA {wanted}" if wanted else f"; {missing}"
     if isinstance(found, str):
         return ok(found + built)
     version, cuda = found

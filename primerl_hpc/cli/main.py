@@ -122,6 +122,8 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = click.utils.make_str(args[0]) if args else ""
+        if name == "submit" and "--resume" in args:
+            ctx.fail("submit starts a new run; to continue one: primerl-hpc resume RUN")
         if present := aliases.replacement(name, args[1:]):
             if not ctx.resilient_parsing:  # not while a shell completes
                 notice(aliases.note(name, present))

@@ -74,6 +74,7 @@ def command(
     """
     from primerl_hpc.launch.planning.advice import refresh
     from primerl_hpc.launch.resume.changes import change_recipe
+    from primerl_hpc.launch.resume.reserve import reserve_next_attempt
     from primerl_hpc.launch.resume.rewind import check_step, rewind
     from primerl_hpc.launch.submit import change_job, check_next_attempt, fork_hint, resume_run
     from primerl_hpc.observe.follow import follow_run
@@ -90,15 +91,16 @@ def command(
     after = found.latest_checkpoint() or 0 if step is None else step
     chain, changes = requested_jobs(jobs), job_changes()
     check_next_attempt(found, chain, changes)
-    refresh(found)
-    if step is not None:
-        check_step(found, step)
-    lines = change_recipe(found, overrides, after, hint=fork_hint(found)) if overrides else []
-    superseded = None if step is None else rewind(found, load_plan(found).kind, step).folder
-    if changes:
-        change_job(found, changes)
-    is_changed = step is not None or bool(overrides)
-    submitted = resume_run(found, chain, code, is_changed=is_changed)
+    with reserve_next_attempt(found):
+        refresh(found)
+        if step is not None:
+            check_step(found, step)
+        lines = change_recipe(found, overrides, after, hint=fork_hint(found)) if overrides else []
+        superseded = None if step is None else rewind(found, load_plan(found).kind, step).folder
+        if changes:
+            change_job(found, changes)
+        is_changed = step is not None or bool(overrides)
+        submitted = resume_run(found, chain, code, is_changed=is_changed)
     ids = {"run": found.root.name, "run_dir": str(found.root), "job_id": submitted.job_id}
     if as_json:
         print_json(

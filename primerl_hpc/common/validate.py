@@ -127,7 +127,7 @@ def _hint_for_unknown(block: type[BaseModel], path: tuple[str | int, ...], loc: 
     selected = [branch for branch in blocks if tag_of(branch) and tag_of(branch) in loc[-2:-1]]
     owner = next(iter(selected), None) or block_at(block, above)
     near = nearest(word, list(owner.model_fields)) if owner else None
-    everywhere = nearest_path(block, word)
+    everywhere = nearest_path(block, word, above)
     if near and not is_named(everywhere, word):
         return f"did you mean '{dotted((*above, near))}'?"
     if everywhere:
@@ -277,12 +277,15 @@ def nearest(word: str, known: list[str]) -> str | None:
     return found[0] if found else None
 
 
-def nearest_path(block: type[BaseModel], word: str) -> str | None:
-    """Return the path of a key with this or a similar name anywhere in the tree, for keys at the wrong level."""
-    paths = all_paths(block)
-    by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-    found = nearest(word, list(by_name))
-    return by_name[found] if found else None
+def nearest_path(block: type[BaseModel], word: str, above: Sequence[str | int] = ()) -> str | None:
+    """Return the path of a key with this or a similar name anywhere in the tree, for keys at the wrong level.
+
+    Of several, the one that shares most blocks with the path ``above`` it.
+    """
+    names = {path: path.rsplit(".", 1)[-1] for path in all_paths(block)}
+    found = nearest(word, list(dict.fromkeys(names.values())))
+    paths = [path for path, name in names.items() if name == found]
+    return max(paths, key=lambda path: len({*path.split(".")} & {*above}), default=None)
 
 
 def is_named(path: str | None, word: str) -> bool:

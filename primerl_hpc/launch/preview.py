@@ -34,7 +34,7 @@ def preview(
     faults: list[PrimerlError] = []
     planned = plan_run(loaded, profile, missing=faults, measured=measured)
     uncertain: list[str] = []
-    for name in ("software", "model", "memory", "models and data"):
+    for name in ("software", "model", "memory", "environments", "models and data"):
         try:
             uncertain += findings(name, Candidate(planned))
         except PrimerlError as error:

@@ -189,10 +189,11 @@ def claim_run_dir(root: Path, profile: LoadedProfile) -> RunDir:
     The caller releases `RunDir.submission_lock`. Raises OccupiedError for any other directory.
     """
     run, is_abandoned = RunDir(root), _is_abandoned(root)
+    owner = read_json_or_none(run.supervisor_lock)
+    command = "status" if is_owner_alive(owner, run.supervisor_lock) else "resume"
+    others = f", or use its run: primerl-hpc {command} {shlex.quote(str(root))}" if run.plan.is_file() else ""
     occupied = OccupiedError(
-        "the run directory is not empty",
-        location=str(root),
-        hint=f"choose another --run-dir, or continue its run: primerl-hpc resume {shlex.quote(str(root))}",
+        "the run directory is not empty", location=str(root), hint=f"choose another --run-dir{others}"
     )
     if root.exists() and not is_abandoned and (not root.is_dir() or content_of(run)):
         raise occupied

@@ -25,7 +25,7 @@ from primerl_hpc.common.names import RunState
 from primerl_hpc.observe.rollouts import failure_sentences, limit_sentence, progress_sentence, read_progress
 from primerl_hpc.observe.run_summary import print_summary
 from primerl_hpc.observe.status.job_watcher import JobWatcher
-from primerl_hpc.observe.status.snapshot import phase_of, real_state, starting_processes
+from primerl_hpc.observe.status.snapshot import phase_of, real_state, starting_processes, untrained_sentence
 from primerl_hpc.observe.text import format_age, format_clock, format_count
 from primerl_hpc.run.metrics import with_floats
 from primerl_hpc.run.records import Tail
@@ -73,7 +73,7 @@ class RunFollower:
         self.num_dropped = self.step = 0
         self.failing: set[str] = set()
         self.limit: str | None = None
-        self.has_ended = False
+        self.has_shown_untrained = self.has_ended = False
         """The end of the run has been shown."""
 
     def print_line(self, text: str) -> None:
@@ -234,6 +234,10 @@ class RunFollower:
         left, last = self._left(self.step, row["time"]), self._max_steps()
         if "val/initial_loss" in row:
             self.print_line(f"validation loss before the first step {row['val/initial_loss']:.3f}")
+        untrained = untrained_sentence(self.run, row)
+        if untrained and (not self.has_shown_untrained or self.step == last):
+            self.has_shown_untrained = True
+            self.print_line(untrained.partition(";")[0])
         if row["time"] - self.last_shown < 2.0 and row["step"] != last and "val/loss" not in row:
             return
         self.last_shown = row["time"]

@@ -70,7 +70,7 @@ class LogFiles:
         attempt = self.last_attempt if attempt is None else attempt
         if role == JOB:
             return self._job_files(attempt)
-        names = [name for name, process in self.processes.items() if role is None or _matches(process, role)]
+        names = [name for name, process in self.processes.items() if role is None or matches(process, role)]
         if not names:
             known = ", ".join(dict.fromkeys(process["role"] for process in self.processes.values()))
             raise NotFoundError(f"this run has no '{role}'", hint=f"roles of this run: {known}, {JOB}")
@@ -159,7 +159,7 @@ class LogFiles:
         return files
 
 
-def _matches(process: dict[str, Any], word: str) -> bool:
+def matches(process: dict[str, Any], word: str) -> bool:
     """True if ``word`` names the process: ``env-server``, ``env_server-1``, ``inference/0``, ``envs/train``,
     ``router``, …
     """

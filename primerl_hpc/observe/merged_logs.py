@@ -31,7 +31,7 @@ from primerl_hpc.common.errors import NotFoundError
 from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.safety.error_text import is_native_frame
-from primerl_hpc.observe.log_files import JOB, LogFile, LogFiles
+from primerl_hpc.observe.log_files import JOB, LogFile, LogFiles, matches
 from primerl_hpc.observe.status.job_watcher import JobWatcher
 from primerl_hpc.observe.status.snapshot import real_state
 from primerl_hpc.observe.text import split_at
@@ -182,10 +182,21 @@ def missing_log_error(run: RunDir, attempt: int | None = None, role: str | None 
         hint = f"primerl-hpc diagnose {shlex.quote(run.root.name)}" if role == JOB else output
     else:
         hint = "use --follow to wait for it"
+    detail += later_start(run, role)
     return NotFoundError(
         f"no log yet: the run is {state.value}{detail}",
         hint=hint,
     )
+
+
+def later_start(run: RunDir, role: str | None) -> str:
+    """Return when a role starts that the present phase does not have; empty for any other role."""
+    now, passed = (read_json_or_none(run.state) or {}).get("phase"), list[str]()
+    for phase in (read_json_or_none(run.plan) or {}).get("phases", ()):
+        if any(matches(process, role or "") for process in phase.get("processes", ())):
+            return f"; {role} starts with phase {phase['name']}, after phase {now}" if now in passed else ""
+        passed.append(phase["name"])
+    return ""
 
 
 # -- following -------------------------------------------------------------------------------------
@@ -273,8 +284,9 @@ def follow_logs(run: RunDir, follower: LogFollower, jobs: JobWatcher) -> None:
             if follower.is_first:
                 raise missing_log_error(run)
             return
-        status = f"{state.value}{f': {message}' if message else ''}"
-        if not lines and status != reported and state in (RunState.PENDING, RunState.SUBMITTED):
+        later = later_start(run, follower.role) if follower.is_first else ""
+        status = f"{state.value}{f': {message}' if message else ''}{later}"
+        if not lines and status != reported and (later or state in (RunState.PENDING, RunState.SUBMITTED)):
             click.echo(click.style(f"waiting: the run is {status}", dim=True), err=True)
         reported = status
         pause_s = POLL_S if lines else min(1.2 * pause_s, SLOWEST_POLL_S)

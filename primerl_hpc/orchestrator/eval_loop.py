@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from primerl_hpc.common.errors import ConfigError, DataError, NotFoundError, RoleError
-from primerl_hpc.common.files import is_there, read_json_or_none
+from primerl_hpc.common.files import read_json_or_none
 from primerl_hpc.common.names import RunState
 from primerl_hpc.common.safety.printable import one_line
 from primerl_hpc.orchestrator.driver import RolloutDriver, RolloutTally, env_bounds
@@ -42,6 +42,7 @@ from primerl_hpc.recipe.schema.evaluation import EvaluationSettings as Settings
 from primerl_hpc.recipe.schema.evaluation import External
 from primerl_hpc.recipe.schema.recipe import Recipe
 from primerl_hpc.recipe.schema.rollout import Environments
+from primerl_hpc.run.endpoints import must_save
 from primerl_hpc.run.lock import is_owner_alive
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.scores import metrics_of, read_scores, write_score
@@ -75,7 +76,7 @@ async def run_evaluation(run: RunDir, phase: PhasePlan) -> None:
 
 async def raise_when_stopped(run: RunDir) -> None:
     """Raise StoppedOnRequest as soon as the run is asked to stop; a resumed run evaluates what is missing."""
-    while not await asyncio.to_thread(is_there, run.stop_request):
+    while not await asyncio.to_thread(must_save, run):
         await asyncio.sleep(WATCH_S)
     raise StoppedOnRequest("stopped on request; the scores so far are saved")
 

@@ -113,7 +113,9 @@ def explain(root: type[BaseModel], key: str, loaded: LoadedRecipe | None = None)
     name = path[-1] if path else ""
     blocks = _owners(root, path[:-1], name) if path else []
     if not blocks:
-        near, everywhere = nearest(key, all_paths(root)), nearest_path(root, name)
+        if instead := getattr(owner, "removed", {}).get(name):
+            raise NotFoundError(f"key '{key}' was removed", hint=instead)
+        near, everywhere = nearest(key, all_paths(root)), nearest_path(root, name, path[:-1])
         near = everywhere if near is None or is_named(everywhere, name) else near
         known = (
             f"did you mean '{near}'?" if near else f"known here: {', '.join((owner or root).model_fields)}"

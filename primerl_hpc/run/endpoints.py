@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl_hpc.common import env
-from primerl_hpc.common.files import names_in, read_json_or_none, write_bytes, write_json
+from primerl_hpc.common.files import is_there, names_in, read_json_or_none, write_bytes, write_json
 from primerl_hpc.common.safety.decoding import parse_json
 from primerl_hpc.common.waiting import paced
 from primerl_hpc.run.rundir import RunDir
@@ -297,6 +297,11 @@ class EndpointWatch(FolderWatch):
         return found != self._found
 
 
+def must_save(run: RunDir) -> bool:
+    """True if the run is to save and stop, and not to stop immediately."""
+    return is_there(run.stop_request) and not (read_json_or_none(run.stop_request) or {}).get("now")
+
+
 class ControlWatch:
     """Requests in the control folder."""
 
@@ -307,6 +312,10 @@ class ControlWatch:
 
     def is_stop_requested(self) -> bool:
         return self.run.stop_request.name in self.control.names()
+
+    def is_save_requested(self) -> bool:
+        """True if the run is to save and stop. After ``cancel --now``, the supervisor ends the processes instead."""
+        return self.is_stop_requested() and must_save(self.run)
 
     def has(self, request: Path) -> bool:
         """True if ``request``, a file of the control folder, was there at the last look."""

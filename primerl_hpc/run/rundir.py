@@ -160,6 +160,11 @@ class RunDir:
         return self.control / "supervisor.lock"
 
     @property
+    def resume_lock(self) -> Path:
+        """Held while `resume` changes the run and submits its next attempt."""
+        return self.control / "resume.lock"
+
+    @property
     def reserve(self) -> Path:
         """Disk space reserved by the supervisor for the failure report on a full disk."""
         return self.control / "reserve"

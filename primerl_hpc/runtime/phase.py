@@ -207,6 +207,8 @@ class PhaseRun:
         is_stopping = self.stop_deadline is not None
         found = await self._read(partial(self.files.describe_exit, process, status, is_stopping=is_stopping))
         fault, code = found.fault, found.end.code
+        if status.signal is None:  # torchrun ends with 1 whatever its ranks reported
+            self.journal.set_process(name, exit=f"exit code {int(code)}")
         is_reclaimed = self.is_terminated or found.stop_reason == "scheduler"
         # killed while the scheduler reclaims the nodes: it did not fail
         is_preempted = is_stopping and is_reclaimed and status.signal in (signal.SIGTERM, signal.SIGKILL)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from primerl_hpc.common.files import create_exclusive, is_there, read_json_or_none, write_json
 from primerl_hpc.common.node.start_phases import own_phases
 from primerl_hpc.common.waiting import paced
-from primerl_hpc.run.endpoints import ControlWatch, publish_start
+from primerl_hpc.run.endpoints import ControlWatch, must_save, publish_start
 from primerl_hpc.run.rundir import GOAL, RunDir
 from primerl_hpc.trainer.perf import StepProfiler
 from primerl_hpc.trainer.setup import World, broadcast_from_rank0
@@ -80,7 +80,7 @@ class _Wait:
         """Return what comes first within `WAIT_ROUND_S`."""
         deadline = time.monotonic() + WAIT_ROUND_S
         while (now := time.monotonic()) < deadline:
-            if self.control.is_stop_requested():
+            if self.control.is_save_requested():
                 return Next.STOP
             if self.receiver.is_ready(self.step):
                 return Next.BATCH
@@ -173,7 +173,7 @@ def read_requests(
 
     def requested() -> tuple[Requests, dict[str, Any] | None]:
         traces = profiler.find_request() if profiler is not None else None
-        if run.stop_request.exists():
+        if must_save(run):
             return Requests.STOP, traces
         return Requests.CHECKPOINT if run.checkpoint_request.exists() else Requests.NONE, traces
 

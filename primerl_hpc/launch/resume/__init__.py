@@ -1,4 +1,4 @@
 """Options of ``resume`` besides the next attempt: return to an earlier step, change safe keys.
 
-Reading order: rewind → changes.
+Reading order: reserve → rewind → changes.
 """

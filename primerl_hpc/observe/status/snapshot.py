@@ -103,8 +103,9 @@ class Snapshot:
 
     @property
     def warnings(self) -> list[str]:
-        """Return sentences about rollouts that fail and about steps without an update."""
-        return [*warning_sentences(self.rollouts), *([self.skipped] if self.skipped else [])]
+        """Return sentences about rollouts that fail, steps without an update and rows that are not trained."""
+        sentences = self.skipped, untrained_sentence(self.run, self.metrics)
+        return [*warning_sentences(self.rollouts), *filter(None, sentences)]
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -212,6 +213,14 @@ def _take_snapshot(run: RunDir, jobs: Mapping[str, JobFact] | None) -> Snapshot:
         allocated_gpus=int(plan.get("allocated_gpus", 0)),
         after=follow_up_states(job, current, jobs or {}),
     )
+
+
+def untrained_sentence(run: RunDir, row: Mapping[str, Any]) -> str:
+    """Return a sentence if this last row of an SFT trainer counts rows of the data without a trained token."""
+    if not (count := int(row.get("progress/total_skipped") or 0)):
+        return ""
+    log = f"primerl-hpc logs {shlex.quote(run.root.name)} {TRAINER_ROLE[Kind.SFT.value]}"
+    return f"rows skipped without a trained token, in all epochs: {count:,}; the first one is in {log}"
 
 
 def _skipped_sentence(rows: Mapping[int, Mapping[str, Any]]) -> str:

@@ -17,6 +17,7 @@ from primerl_hpc.plan.assess.choice import LayoutChoice, trainer_experts
 from primerl_hpc.plan.assess.parts import Parts
 from primerl_hpc.plan.assess.prediction import trainer_fits
 from primerl_hpc.recipe.schema.recipe import Recipe
+from primerl_hpc.recipe.schema.training import TOWER_KEYS
 
 MAX_CONTEXT_PARALLEL = 16
 OFFLOADS = (
@@ -74,7 +75,8 @@ def _tensor_degrees(case: Case, base: LayoutChoice) -> Iterator[int]:
     """Yield the recipe's degree; with ``auto`` 1 and those that divide the heads, within a node."""
     layout, shape = case.recipe.layout.trainer, case.shape
     yield layout.tensor_degree
-    if layout.tensor_parallel != "auto" or not family_of(shape.family).may_be_divided or shape.vision:
+    has_tower = bool(shape.vision) or case.recipe.trainer.vision in TOWER_KEYS
+    if layout.tensor_parallel != "auto" or not family_of(shape.family).may_be_divided or has_tower:
         return
     attentions = [layer.attention for layer, _ in shape.groups]
     for degree in TENSOR_DEGREES:
@@ -118,6 +120,8 @@ def _meshes(case: Case, base: LayoutChoice) -> Iterator[LayoutChoice]:
     recipe, per_node = case.recipe, base.ranks_per_node
     context = recipe.layout.trainer.context_parallel
     degrees = [1, 2, 4, 8, MAX_CONTEXT_PARALLEL] if context == "auto" else [context]
+    if context == "auto" and recipe.trainer.vision in TOWER_KEYS:
+        degrees = [1]  # ranks cannot share rows with images
     most = max(1, min(per_node // base.trainer_tensor_parallel, MAX_CONTEXT_PARALLEL))
     for replicas in _replicas(recipe, base):
         if base.trainer_ranks % replicas:

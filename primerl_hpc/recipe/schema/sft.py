@@ -12,7 +12,8 @@ from primerl_hpc.common.block import Block, Bool, PositiveFloat, PositiveInt
 
 class SFTData(Block):
     """A source of rows with the column ``messages``, or ``prompt`` and ``completion`` (text or messages); ``messages``
-    takes precedence. Optional columns: ``tools`` (or ``tool_defs``) and ``chat_template_kwargs``."""
+    takes precedence. Optional columns: ``system`` (or ``system_prompt``), ``tools`` (or ``tool_defs``, ``functions``)
+    and ``chat_template_kwargs``."""
 
     path: str
     """A .jsonl or .parquet file, a folder of such files, a folder saved by package ``datasets``, or a hub dataset id.
@@ -87,8 +88,8 @@ class SFT(Block):
     ``samples``: rows of the dataset."""
     loss_mask: LossMask = LossMask()
     ignored_keys: tuple[str, ...] = ()
-    """Keys of messages that are not meant for the model, such as ids or times. A row with another key that the renderer
-    does not render is refused."""
+    """Keys of messages, or columns, that are not meant for the model, such as ids or times. A row with another key that
+    the renderer does not render is refused."""
     model_dropout: Bool = False
     """Train with the dropout rates of the model's config.json. Default: all dropout is 0, as always in kind rl."""
     shuffle: Bool = True

@@ -20,6 +20,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAINED = ("weight", "train", "trainable", "training")
 """Keys of a message that say whether it is trained: true or 1, false or 0."""
 IMAGE_PARTS = ("image", "image_url")
+SYSTEM = ("system", "system_prompt")
+"""Columns that hold the text of the system message."""
+TOOLS = ("tools", "tool_defs", "functions")
+"""Columns that hold the tools."""
+NOT_RENDERED = (
+    *("reasoning_content", "reasoning", "thinking", "tool_calls", "instruction", "input", "documents"),
+    *("image", "video", "videos", "audio", "audios"),
+)
+"""Columns with content for the model in common datasets, which no renderer gets."""
 LINKS = {"tool": ("tool_call_id", "name")}
 """Role → keys that connect a message with another one, and have no tokens in most formats."""
 
@@ -34,13 +43,45 @@ class Row:
     """Column → value."""
 
 
-def row_messages(row: Row) -> list[dict[str, Any]]:
+def row_messages(row: Row, ignored: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the conversation of a row: ``messages``, else ``prompt`` + ``completion`` (each text or messages).
 
-    Raises DataError with file, row and the missing column, or the message whose role is not one of `ROLES`.
+    A column of `SYSTEM` is its first message. ``ignored``: ``sft.ignored_keys``.
+
+    Raises DataError with file, row and the missing column, the message whose role is not one of `ROLES`, or a column of
+    `NOT_RENDERED`.
     """
+    for column in (name for name in NOT_RENDERED if row.values.get(name) and name not in ignored):
+        raise DataError(
+            f"column '{column}' would not be rendered",
+            location=row.location,
+            hint="move it into the messages, or, if it is not meant for the model, name it in sft.ignored_keys",
+        )
+    images = row.values.get("images") or []
+    unnamed = iter(images if isinstance(images, list) else [images])
+    messages = _conversation(row, unnamed)
+    if next(unnamed, None) is not None and "images" not in ignored:
+        raise DataError(
+            "column 'images' has more images than the messages have parts {type: image}",
+            location=row.location,
+            hint="add a part where the model sees the image, or name 'images' in sft.ignored_keys",
+        )
+    for column in (name for name in SYSTEM if row.values.get(name) and name not in ignored):
+        text = row.values[column]
+        has_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+        if not isinstance(text, str) or (has_system and messages[0].get("content") != text):
+            raise DataError(
+                f"column '{column}' holds no text, or another one than the system message of the conversation",
+                location=row.location,
+                hint=f"remove one of them, or name '{column}' in sft.ignored_keys",
+            )
+        messages = messages if has_system else [{"role": "system", "content": text}, *messages]
+    return messages
+
+
+def _conversation(row: Row, unnamed: Iterator[Any]) -> list[dict[str, Any]]:
     if row.values.get("messages"):
-        return _as_messages(row, "messages", role="")
+        return _as_messages(row, "messages", "", unnamed)
     for column in ("prompt", "completion"):
         if row.values.get(column) is None:
             raise DataError(
@@ -48,10 +89,11 @@ def row_messages(row: Row) -> list[dict[str, Any]]:
                 location=row.location,
                 hint="a row needs messages, or prompt and completion",
             )
-    return _as_messages(row, "prompt", role="user") + _as_messages(row, "completion", role="assistant")
+    prompt = _as_messages(row, "prompt", "user", unnamed)
+    return prompt + _as_messages(row, "completion", "assistant", unnamed)
 
 
-def _as_messages(row: Row, column: str, *, role: str) -> list[dict[str, Any]]:
+def _as_messages(row: Row, column: str, role: str, unnamed: Iterator[Any]) -> list[dict[str, Any]]:
     value = row.values[column]
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
@@ -68,7 +110,6 @@ def _as_messages(row: Row, column: str, *, role: str) -> list[dict[str, Any]]:
                 hint=f"the roles are {', '.join(ROLES)}",
             )
     present = [{key: item for key, item in message.items() if item is not None} for message in value]
-    unnamed = iter(row.values.get("images") or ())
     return [
         _with_parts(row, column, number, message, unnamed) for number, message in enumerate(present, start=1)
     ]
@@ -193,14 +234,25 @@ def not_rendered(row: Row, part: str, renderer: str) -> DataError:
     )
 
 
-def row_tools(row: Row) -> list[dict[str, Any]] | None:
-    """Return the tools of a row (``tools`` or ``tool_defs``: a list, or its JSON text), or None.
+def row_tools(row: Row, ignored: Collection[str] = ()) -> list[dict[str, Any]] | None:
+    """Return the tools of a row (one of the columns `TOOLS`: a list, or its JSON text), or None.
 
-    Each tool has the form ``{"type": "function", "function": {…}}``, as the tools of environments do. Raises DataError.
+    Each tool has the form ``{"type": "function", "function": {…}}``, as the tools of environments do. ``ignored``:
+    ``sft.ignored_keys``. Raises DataError, also for two columns with different tools.
     """
-    column = next((name for name in ("tools", "tool_defs") if row.values.get(name)), None)
-    if column is None:
-        return None
+    columns = [name for name in TOOLS if row.values.get(name) and name not in ignored]
+    tools = [_tools_of(row, column) for column in columns]
+    for column, others in zip(columns, tools, strict=True):
+        if others != tools[0]:
+            raise DataError(
+                f"column '{column}' holds other tools than column '{columns[0]}'",
+                location=row.location,
+                hint="remove one of them, or name it in sft.ignored_keys",
+            )
+    return tools[0] if tools else None
+
+
+def _tools_of(row: Row, column: str) -> list[dict[str, Any]]:
     tools = _parsed(row, column)
     if not isinstance(tools, list):
         raise DataError(f"column '{column}' must hold a list of tools", location=row.location)
@@ -240,7 +292,7 @@ def check_row(row: Row, plain_renderer: str | None = None, ignored: Collection[s
     ``plain_renderer``: description of the renderer if it is known to render roles and content only; ``ignored``:
     ``sft.ignored_keys``.
     """
-    messages, tools = row_messages(row), row_tools(row)
+    messages, tools = row_messages(row, ignored), row_tools(row, ignored)
     row_template_kwargs(row)
     trained_turns(row, messages, ignored)
     if plain_renderer is None:

@@ -172,8 +172,9 @@ class Tokenizer:
 
     def make(self, row: Row, index: int = 0) -> SFTSample:
         """Tokenize a row. Raises DataError naming the row if a column, or the template's rendering, cannot be used."""
-        messages, turns = trained_turns(row, row_messages(row), self.checks.ignored_keys)
-        tools = row_tools(row)
+        ignored = self.checks.ignored_keys
+        messages, turns = trained_turns(row, row_messages(row, ignored), ignored)
+        tools = row_tools(row, ignored)
         images: list[tuple[int, int]] = []
         try:
             renderer = self._renderer_of(row)
@@ -209,7 +210,9 @@ class Tokenizer:
         assert self.pictures is not None  # otherwise `make` refuses the row
         row = self.rows[sample.row]
         placed = []
-        for source, (start, count) in zip(images_of(row_messages(row)), sample.images, strict=False):
+        for source, (start, count) in zip(
+            images_of(row_messages(row, self.checks.ignored_keys)), sample.images, strict=False
+        ):
             data = read_image(row, source)
             picture = self.pictures.get(hashlib.sha256(data).hexdigest(), partial(open_image, data))
             placed.append(PlacedPicture(picture, start, count))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from primerl_hpc.checks.doctor import examine
-from primerl_hpc.checks.gpus import judge_driver, torch_cuda
+from primerl_hpc.checks.gpus import judge_driver, missing_torch, torch_cuda
 from primerl_hpc.checks.quotas import parse_quota, quotas_of
 from primerl_hpc.cluster.load import load_profile
 from primerl_hpc.cluster.schema import Profile
+from primerl_hpc.cluster.software_schema import RoleSoftware
 from primerl_hpc.common.errors import ExitCode, SchedulerError
 from primerl_hpc.slurm.jobs import SEPARATOR
 from primerl_hpc.slurm.refusals import REFUSALS, Refusal
@@ -171,6 +174,21 @@ def test_a_driver_runs_the_cuda_of_its_own_and_earlier_major_versions(
     assert found.is_ok is is_good and f"550.54.15, CUDA {cuda // 1000}." in found.message
     assert wanted is None or f"torch was built for CUDA {wanted}" in found.message
     assert judge_driver("no NVIDIA driver on this machine", wanted).is_ok
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "the trainer of this profile needs it"),
+        ({"python": "/opt/train/bin/python"}, "need not be"),
+        ({"container": {"kind": "pyxis", "image": "/images/train.sqsh"}}, "need not be"),
+    ],
+)
+def test_without_torch_on_a_login_node_doctor_reports_if_the_trainer_needs_it(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert expected in missing_torch(RoleSoftware.model_validate(values))
 
 
 def test_the_cuda_version_of_torch_is_read_without_importing_it(

@@ -20,6 +20,8 @@ from primerl_hpc.cli.aliases import ROLES
 from primerl_hpc.cli.main import COMMANDS, cli
 from primerl_hpc.common.errors import ExitCode, NotFoundError, PrimerlError
 from primerl_hpc.common.files import write_json
+from primerl_hpc.run.lock import SupervisorLock
+from primerl_hpc.run.rundir import RunDir
 from tests.support.forked_commands import run_command
 from tests.support.helpers import ROOT, captured, unusable_model
 from tests.support.hub import cache_model
@@ -125,8 +127,11 @@ def test_an_occupied_run_directory_is_refused_and_stays_unchanged(folder: Path) 
     (folder / "my thesis" / "thesis.txt").write_text("years of work")
     done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "my thesis", cwd=folder)
     assert done.returncode == ExitCode.OCCUPIED and "not empty" in done.stderr
-    assert f"primerl-hpc resume '{folder}/my thesis'" in done.stderr
+    assert "resume" not in done.stderr  # there is no run
     assert [path.name for path in (folder / "my thesis").iterdir()] == ["thesis.txt"]
+    (folder / "my thesis" / "plan.json").write_text("{}")
+    done = primerl("submit", "recipe.yaml", "-p", "local", "--run-dir", "my thesis", cwd=folder)
+    assert f"primerl-hpc resume '{folder}/my thesis'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -290,6 +295,19 @@ def test_resume_may_change_sbatch_options_but_not_the_plan(folder: Path, tmp_pat
     assert "#SBATCH --time=12:00:00\n" in script and "#SBATCH --partition=gpu\n" in script
     assert "12:00:00" in (folder / "run" / "profile.yaml").read_text()
     assert json.loads((folder / "run" / "plan.json").read_text())["signal_margin_s"] == 900
+
+
+def test_one_of_two_resumes_at_once_is_refused_and_changes_nothing(folder: Path) -> None:
+    primerl("submit", "recipe.yaml", "-p", "h100x64", "--dry-run", "--run-dir", "run", cwd=folder)
+    lock, before = SupervisorLock(RunDir(folder / "run").resume_lock), tree(folder / "run")
+    lock.acquire()
+    words = ("resume", "run", "--set", "max_steps=30")
+    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.OCCUPIED and "another resume of this run" in done.stderr
+    lock.release()
+    assert tree(folder / "run") == before
+    done = primerl(*words, cwd=folder, PATH="/usr/bin/nothing")
+    assert done.returncode == ExitCode.UNAVAILABLE and not lock.path.exists()
 
 
 def test_resume_warns_that_edits_of_the_frozen_recipe_are_ignored(folder: Path) -> None:
@@ -635,6 +653,9 @@ def test_a_recipe_with_missing_files_is_planned_with_warnings_but_not_submitted(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     """Shipped recipes before tools/tiny-model was run, or on a login node without access to the model."""
+    misspelled = ("--set", "environments.eval=[{id: revers-text, num_tasks: 8}]")
+    done = primerl(*command, "reverse_text/tiny", "-p", "h100x64", *misspelled, cwd=tmp_path)
+    assert "revers-text" in done.stderr and "(submit refuses this)" in done.stderr.replace("\n", " ")
     done = primerl(*command, "reverse_text/tiny", "-p", "h100x64", cwd=tmp_path)
     assert done.returncode == 0 and "reverse-text-tiny" in done.stdout, done.stderr
     warnings = done.stderr.splitlines()
@@ -670,11 +691,12 @@ def test_a_missing_model_is_fetched_by_the_command_of_the_error_and_only_warned_
 
 
 @pytest.mark.parametrize(
-    "words", ["", "submit", "resume", "logs x --grep (", "no-such-command", "--no-such-option"]
+    "words",
+    ["", "submit", "submit x --resume", "resume", "logs x --grep (", "no-such-command", "--no-such-option"],
 )
 def test_a_usage_error_ends_with_one_newline(tmp_path: Path, words: str) -> None:
     done = primerl(*words.split(), cwd=tmp_path)
-    assert done.returncode == ExitCode.USAGE
+    assert done.returncode == ExitCode.USAGE and ("--resume" in words) == ("resume RUN" in done.stderr)
     assert done.stderr.endswith("\n") and not done.stderr.endswith("\n\n")
 
 

@@ -24,6 +24,7 @@ from primerl_hpc.observe.merged_logs import (
     LogFilter,
     LogFollower,
     follow_logs,
+    later_start,
     missing_log_error,
     parse_since,
     stamp_lines,
@@ -272,6 +273,17 @@ def test_the_hint_about_a_missing_log_is_not_the_command_that_was_run(
     run: RunDir, role: str, hint: str
 ) -> None:
     assert hint in missing_log_error(run, role=role).hint.replace(run.root.name, "run")
+
+
+def test_a_role_of_a_later_phase_has_no_log_yet_and_its_phase_is_named(run: RunDir) -> None:
+    processes = {
+        role: {"name": f"{role}-0", "role": role, "log": f"{role}.log"} for role in ("sft", "trainer")
+    }
+    phases = {"warmup": [processes["sft"]], "main": [processes["trainer"]]}
+    write_json(run.plan, {"phases": [{"name": name, "processes": these} for name, these in phases.items()]})
+    write_json(run.state, {"state": "running", "phase": "warmup", "attempt": 1})
+    assert "trainer starts with phase main, after phase warmup" in str(missing_log_error(run, role="trainer"))
+    assert later_start(run, "sft") == later_start(run, None) == ""
 
 
 def test_a_missing_log_is_reported_with_the_state_of_the_run(run: RunDir) -> None:

@@ -56,6 +56,18 @@ def test_the_end_of_the_run_is_shown_once(run: RunDir, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("run done") == 1
 
 
+def test_rows_that_are_not_trained_are_counted_wherever_a_run_is_watched(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MetricsWriter(run.metrics("sft")).write(7, {"loss/mean": 1.0, "progress/total_skipped": 3})
+    expected = "rows skipped without a trained token, in all epochs: 3"
+    follow_run(run)
+    assert capsys.readouterr().out.count(expected) == 1
+    for command in ("status", "diagnose"):
+        shown = CliRunner().invoke(cli, [command, str(run.root)]).output
+        assert f"{expected}; the first one is in primerl-hpc logs 'sft 1' sft" in " ".join(shown.split())
+
+
 def test_status_shows_the_last_validation_loss_with_its_step(run: RunDir) -> None:
     assert take_snapshot(run).metrics["val/loss"] == 0.625
     shown = CliRunner().invoke(cli, ["status", str(run.root)]).output

@@ -72,6 +72,12 @@ def test_explain_refuses_options_without_effect(words: tuple[str, ...]) -> None:
 
 
 def test_explain_offers_the_nearest_key() -> None:
+    for key, expected in (
+        ("trainer.tensor_parallel", "did you mean 'layout.trainer.tensor_parallel'"),
+        ("model.untested", "was removed; set model.accept_uncompared"),
+    ):
+        with pytest.raises(NotFoundError, match=expected):
+            explain(Recipe, key)
     with pytest.raises(NotFoundError, match=r"optimizer\.lr"):
         explain(Recipe, "lr")
 

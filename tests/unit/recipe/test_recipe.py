@@ -208,6 +208,7 @@ def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
         ),
         (MINIMAL + "loss: {type: grpo, mask_low: 1}\n", ["'loss.mask_low'; it is a key of loss.type dppo"]),
         (MINIMAL + "loss: {type: grpo, clip_lo: 1}\n", ["'loss.clip_lo'; did you mean 'loss.clip_low'?"]),
+        (MINIMAL + "trainer: {nodes: 2}\n", ["'trainer.nodes'; did you mean 'layout.trainer.nodes'?"]),
         (MINIMAL.replace("[{id: reverse-text}]", "{id: x}"), ["environments.train: must be a list"]),
         (
             MINIMAL + "rollouts: {filters: [{}]}\n",

@@ -184,6 +184,7 @@ def test_a_sentence_left_by_a_rank_decides_message_and_exit_code(toy: Toy) -> No
     assert toy.end() == ExitCode.DATA
     failure = read_json(toy.run.failure)
     assert (failure["rank"], failure["message"]) == (1, "row 7 has no answer")
+    assert read_json(toy.run.state)["processes"]["trainer-0"]["exit"] == "exit code 65"  # as `diagnose`
 
 
 def test_a_killed_server_restarts_and_the_run_continues(toy: Toy) -> None:

@@ -93,6 +93,7 @@ def fail_and_try_again(run: RunDir, trainer: Trainer) -> dict[str, object]:
     found["request"] = read_requests(run, trainer.world, has_failed=saver.has_failed)
     saver.save(13)
     found["again"] = error_of(saver.finish)
+    write_json(run.stop_request, {"now": True})  # not to be obeyed by a save
     found["request afterwards"] = read_requests(run, trainer.world, has_failed=saver.has_failed)
     no_json = {"position": object()}  # rank 0 alone writes it, after all have written their shards
     saver.save(14, no_json)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from primerl_hpc.common.files import write_text
+from primerl_hpc.common.files import write_json, write_text
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.trainer import control
 from primerl_hpc.trainer.control import IDLE_POLL_S, Next, StepFiles, _Wait
@@ -122,6 +122,10 @@ def test_a_long_wait_for_a_batch_looks_rarely_and_sees_a_request(
     write_text(run.full_weights_request, "")
     wait.control.hurry()
     assert wait.round() == Next.FULL_WEIGHTS
+    run.full_weights_request.unlink()
+    write_json(run.stop_request, {"now": True})  # the supervisor ends the trainer
+    wait.control.hurry()
+    assert wait.round() == Next.WAIT
     write_text(run.stop_request, "")
     wait.control.hurry()
     assert wait.round() == Next.STOP

@@ -34,6 +34,7 @@ from primerl_hpc.plan.planner import compile_plan
 from primerl_hpc.recipe.load import LoadedRecipe, load_recipe
 from primerl_hpc.run.access.elsewhere import MARKER, delete_parts
 from primerl_hpc.run.access.ownership import check_own
+from primerl_hpc.run.lock import SupervisorLock
 from primerl_hpc.run.registry import find_run
 from primerl_hpc.run.rundir import RunDir
 from primerl_hpc.run.step_dirs import COMPLETE, STABLE
@@ -385,5 +386,11 @@ def test_one_of_two_submissions_at_once_gets_an_empty_directory(tmp_path: Path) 
     root = tmp_path / "run"
     root.mkdir()
     claim_run_dir(root, load_profile("local"))
-    with pytest.raises(OccupiedError, match="not empty"):
+    with pytest.raises(OccupiedError, match=r"not empty; choose another --run-dir$"):
+        claim_run_dir(root, load_profile("local"))
+    write_json(RunDir(root).plan, {})
+    with pytest.raises(OccupiedError, match="primerl-hpc resume"):
+        claim_run_dir(root, load_profile("local"))
+    SupervisorLock(RunDir(root).supervisor_lock).acquire()
+    with pytest.raises(OccupiedError, match="primerl-hpc status"):
         claim_run_dir(root, load_profile("local"))

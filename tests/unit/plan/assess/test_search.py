@@ -202,6 +202,11 @@ def test_tensor_parallelism_of_the_trainer_is_searched_where_ranks_have_few_rows
     assert trainer.tensor_parallel == best.choice.trainer_tensor_parallel
     parts, alone = Parts(case), replace(best.choice, trainer_tensor_parallel=1)
     assert parts.trainer_step_s(best.choice) < parts.trainer_step_s(alone)
+    more["trainer"] = AUTO["trainer"] | {"vision": "frozen"}  # ranks cannot share rows with images
+    frozen, space = case_of("Qwen/Qwen3-32B", rollouts=usual | {"batch_size": 16}, **more)
+    best = search(frozen, space).best
+    assert best and (best.choice.trainer_tensor_parallel, best.choice.context_parallel) == (1, 1), best
+    more["trainer"] = AUTO["trainer"]
     many, space = case_of("Qwen/Qwen3-32B", rollouts=usual | {"batch_size": 1024}, **more)
     best = search(many, space).best
     assert best is not None and best.choice.trainer_tensor_parallel == 1, best

@@ -12,12 +12,13 @@ from primerl_hpc.common.errors import DataError
 from primerl_hpc.recipe.renderer import make_renderer
 from primerl_hpc.recipe.schema.model import Model
 from primerl_hpc.recipe.schema.sft import LossMask
-from primerl_hpc.recipe.sft.rows import TRAINED, Row, check_row
+from primerl_hpc.recipe.sft.rows import NOT_RENDERED, SYSTEM, TOOLS, TRAINED, Row, check_row, row_messages
 from primerl_hpc.trainer.sft.checks import RowChecks
 from primerl_hpc.trainer.sft.tokens import SFTSample, Tokenizer
 from tests.security.test_control_tokens import RENDERERS, tokenizer_with
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = [{"name": "add", "parameters": {}}]
 KEYS: dict[str, Any] = {
     "reasoning_content": "because",
     "reasoning": "because",
@@ -66,6 +67,39 @@ def test_a_key_changes_the_tokens_or_its_row_is_refused(
     except DataError as error:
         assert f"data.jsonl:3: the row has {key} in message {turn + 1}, which" in str(error)
         assert sample_of(text_tokenizer, name, messages, ignored=(key,)).input_ids.tolist() == without
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("column", [*SYSTEM, *TOOLS, *NOT_RENDERED])
+def test_a_column_changes_the_tokens_or_its_row_is_refused(
+    text_tokenizer: Any, name: str, column: str
+) -> None:
+    value = TOOL if column in TOOLS else "be brief"
+    without = sample_of(text_tokenizer, name, asked()).input_ids.tolist()
+    try:
+        assert sample_of(text_tokenizer, name, asked(), **{column: value}).input_ids.tolist() != without
+        assert column not in NOT_RENDERED
+    except DataError as error:
+        assert str(error).startswith("data.jsonl:3: ") and (column in TOOLS or f"'{column}'" in str(error))
+        assert column not in SYSTEM
+    ignored = sample_of(text_tokenizer, name, asked(), ignored=(column,), **{column: value})
+    metadata = sample_of(text_tokenizer, name, asked(), id="x", source="y", score=0.5)
+    assert ignored.input_ids.tolist() == metadata.input_ids.tolist() == without
+
+
+def test_a_system_column_is_the_system_message_and_two_of_them_are_refused(text_tokenizer: Any) -> None:
+    brief = [{"role": "system", "content": "be brief"}, *asked()]
+    expected = sample_of(text_tokenizer, "qwen3", brief).input_ids.tolist()
+    columns = {"system": "be brief", "system_prompt": "be brief"}
+    for messages in (brief, asked()):
+        assert sample_of(text_tokenizer, "qwen3", messages, **columns).input_ids.tolist() == expected
+    split = Row("data.jsonl:3", {"prompt": "q", "completion": "yes", "system": "be brief"})
+    assert row_messages(split) == brief
+    for values in ({"system": "be long"}, {"system": ["x"]}, {"tools": TOOL, "functions": [{"name": "b"}]}):
+        with pytest.raises(
+            DataError, match=r"data.jsonl:3: column '(system|functions)'"
+        ):  # before the job is queued
+            check_row(Row("data.jsonl:3", {"messages": brief, **values}))
 
 
 def test_a_family_renders_reasoning_and_calls_and_chatml_neither(text_tokenizer: Any) -> None:
