@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,14 +38,18 @@ def frames_of(serving: Serving, request_id: bytes = b"1") -> list[bytes]:
 
 
 def ask(url: str, frames: list[bytes], **options: Any) -> tuple[list[bytes] | None, list[int]]:
-    """Send frames as a ZMQ client; return the reply, or None, and the events of the connection."""
+    """Send frames as a ZMQ client; return the reply, or None, and the events of the connection.
+
+    A refused connection ends the socket's queue. If that happens first, there is nothing to send to, ever.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
+        client.linger, client.sndtimeo = 0, WAIT_MS
         for name, value in options.items():
             setattr(client, name, value)
         monitor = client.get_monitor_socket()
         client.connect(url)
-        client.send_multipart(frames)
+        with suppress(zmq.Again):
+            client.send_multipart(frames)
         reply = client.recv_multipart() if client.poll(WAIT_MS) else None
         events = []
         while monitor.poll(100):
