@@ -101,7 +101,7 @@ def test_every_extra_has_a_constraints_file_that_matches_setup_cfg(extra: str) -
 
 
 @pytest.mark.slow
-def test_the_package_index_has_every_pinned_file_for_gpus() -> None:
+def test_the_package_index_has_every_pinned_file_for_gpus(tmp_path: Path) -> None:
     """uv reads the metadata of all files, and the checksums of those that it would install."""
     target = (
         "--python-platform",
@@ -109,7 +109,7 @@ def test_the_package_index_has_every_pinned_file_for_gpus() -> None:
         "--python-version",
         TOOL["PYTHON"],
         "--target",
-        "/nowhere",
+        str(tmp_path),
     )
     pinned = ("--require-hashes", "-r", str(ROOT / "constraints" / "gpu-hashes.txt"))
     command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", *target, *pinned]

@@ -26,9 +26,8 @@ def follow_up_states(
 
 
 def is_export_complete(after: Mapping[str, Any]) -> bool:
-    """True if the folder of an export exists: it gets its name when it is complete."""
-    folder = Path(after.get("to", "/nowhere"))
-    return folder.is_dir() and any(folder.iterdir())
+    """True if this is an export whose folder exists: it gets its name when it is complete."""
+    return "to" in after and (folder := Path(after["to"])).is_dir() and any(folder.iterdir())
 
 
 def _state(after: Mapping[str, Any], state: RunState, fact: JobFact | None) -> str:

@@ -585,6 +585,7 @@ def error_as_nobody(*words: str) -> tuple[str, int]:
     """Run a command as the user `nobody`, in a fork with loaded modules; return its error and exit code."""
     for name in (
         "launch.cancel",
+        "launch.resume.reserve",
         "launch.submit",
         "observe.follow",
         "observe.report.report",

@@ -67,7 +67,7 @@ def test_the_export_sources_its_own_setup_functions(folder: Path) -> None:  # no
     launch = RunDir(folder / "run").launch
     assert "setup_begin()" in (launch / "setup.sh").read_text()
     assert (launch / "export-setup.sh").read_text() == "# of the CPU nodes\n"
-    assert "/launch/export-setup.sh || exit" in (launch / "export.sbatch").read_text()
+    assert "/launch/export-setup.sh || refuse_run" in (launch / "export.sbatch").read_text()
 
 
 def test_a_hostile_folder_name_stays_one_argument(folder: Path) -> None:  # noqa: F811

@@ -49,6 +49,8 @@ class PlayedEngine:
     async def reset_prefix_cache(self) -> bool:
         return True
 
+    async def reset_encoder_cache(self) -> None: ...
+
     async def collective_rpc(self, method: str, args: tuple[dict[str, Any]]) -> list[dict[str, Any]]:
         path, version = args[0]["path"], args[0]["version"]
         self.calls.append((method, path, version))

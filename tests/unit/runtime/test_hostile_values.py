@@ -134,7 +134,8 @@ def said_by_bash(script: str, folder: Path) -> list[list[str]]:
 
     Only the check of the run directory, which does not exist here, is left out.
     """
-    script, num_checks = re.subn(r"^exec {run_fd}<.*?^fi$", "run_folder=$run", script, flags=re.M | re.S)
+    check = r'^exec {run_fd}<.*?^\[ -z "\$foreign" \] [^\n]*$'
+    script, num_checks = re.subn(check, "run_folder=$run", script, flags=re.M | re.S)
     assert num_checks == 1
     (folder / SETUP_SCRIPT).write_text(render_setup(load_profile("virtual").profile))
     script = script.replace(f'"$run_folder"/launch/{SETUP_SCRIPT}', shlex.quote(str(folder / SETUP_SCRIPT)))

@@ -86,8 +86,8 @@ def test_scores_that_the_model_would_have_changed_are_refused(family, what):
 
 
 def test_an_architecture_without_a_list_of_layers_is_refused():
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no list of decoder layers"):
-        decoder_blocks(model("gpt2"))
+    with pytest.raises(ConfigError, match="MptForCausalLM has no list of decoder layers"):
+        decoder_blocks(model("mpt"))
 
 
 def test_a_model_that_transformers_does_not_know_is_refused_in_one_sentence(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import zipfile
@@ -187,7 +188,9 @@ def test_the_copy_of_a_run_of_an_earlier_version_is_a_folder(
     change_job(run, ["scheduler.time=60"])
     script = run.job_script.read_text()
     assert 'export PYTHONPATH="$run_folder"/code/1${PYTHONPATH' in script
-    assert '"$run_folder"/code/1/primerl_hpc ' in script, "checked before it is executed"
+    assert re.search(r'cd "\$run_folder" && find [^|]* code/1/primerl_hpc ', script), (
+        "checked before it is executed"
+    )
 
 
 def test_a_run_without_a_copy_stays_live(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
